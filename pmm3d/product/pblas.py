@@ -13,7 +13,7 @@ from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
 from ..model.plan import native
-from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared
+from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
@@ -270,6 +270,7 @@ class PgemmPlan:
         for move in (*self._coming, self._back):
             if move.rounds > 1:
                 move.agree()
+        self.table_bytes = plan_bytes(self._base.size, max(move.rounds for move in (*self._coming, self._back)))
         context._register(self)
 
     def _bind(self, alpha: complex | None) -> None:
@@ -286,7 +287,7 @@ class PgemmPlan:
                 DistMatrix(grid, slab.array(shape[::-1], dtype).T, there.shape, there.layout, "F")
                 for shape, there in zip(shapes, self._on_grid)
             ]
-            self._held = [
+            self._arrays = [
                 [matrix.memory for _ in there.tiles(self._base.rank)]
                 for matrix, there in zip(self._matrices, self._on_grid)
             ]
@@ -313,10 +314,10 @@ class PgemmPlan:
         self._close_product()
         self._work.close()
         self._run, self._memory = None, None
-        self._matrices, self._held = [], []
+        self._matrices, self._arrays = [], []
 
     def _close_product(self) -> None:
-        self._context._held.pop(self, None)
+        self._context._plan_work.pop(self, None)
         if self._product is not None:
             self._product.close()
             self._product = None
@@ -372,8 +373,8 @@ class PgemmPlan:
         try:
             with self._base.ledger.phase("redistribute"):
                 coming = [
-                    move.start(self._library, arrays, held)
-                    for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
+                    move.start(self._library, given, own)
+                    for move, given, own in zip(self._coming, (call.a, call.b), self._arrays)
                     if multiplies
                 ]
         except BaseException:
@@ -397,7 +398,7 @@ class PgemmPlan:
         else:
             self._multiply(call.alpha)
         with self._base.ledger.phase("redistribute"):
-            self._back.start(self._library, self._held[2], call.c, call.beta).wait()
+            self._back.start(self._library, self._arrays[2], call.c, call.beta).wait()
 
     def _multiply(self, alpha: complex) -> None:
         """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
@@ -408,14 +409,17 @@ class PgemmPlan:
                 run.begin()
                 run.finish()
             return
-        held = self._context._held
+        plan_work = self._context._plan_work
         if self._product is None:
             operands, c, limit = self._operands(), self._matrices[2], self._form.max_workspace
             work = plan_for(*operands, c, None, limit).workspace
-            self._context._make_room(self, work * self.grid.shape.size)
+            if cached := self._context.plans.get(self._form) is self:
+                self._context._make_room(work)
             self._product = MatmulPlan(*operands, alpha=alpha, out=c, max_workspace=limit)
-        if self in held:
-            held.move_to_end(self)
+            if cached:
+                plan_work[self] = work
+        elif self in plan_work:
+            plan_work.move_to_end(self)
         self._product()
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:
@@ -432,9 +436,13 @@ class PgemmPlan:
             return
         if self._pending is not None:
             self._pending.wait()
+        self._end()
+        self.grid.workspace.clear()
+
+    def _end(self) -> None:
+        """Free what the plan alone holds. Other plans use the workspace of the product's grid."""
         self.closed = True
         self._unbind()
-        self.grid.workspace.clear()
 
     def __enter__(self) -> PgemmPlan:
         return self

@@ -26,6 +26,7 @@ from pmm3d import (
     PgemmPlan,
     pgemm,
 )
+from pmm3d.arrays import Workspace
 from pmm3d.model.move import RankMove
 from pmm3d.product import blacs, pblas
 from pmm3d.product import multiply as planning
@@ -384,8 +385,8 @@ def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatc
         for n in (*range(129, 123, -1), 20, 130, 124, 130):
             assert kept_after(context, n) <= 2 * largest and context._memory["numpy"] is memory
         assert len(context.plans) == 8
-        assert sum(context._held.values()) > 0
-        monkeypatch.setattr(blacs, "HELD_BYTES", 2 * max(context._held.values()))
+        assert sum(context._plan_work.values()) > 0
+        monkeypatch.setattr(blacs, "HELD_BYTES", 2 * max(context._plan_work.values()))
         assert all(kept_after(context, n) <= 3 * largest for n in (*range(123, 130), *range(123, 130)))
         assert sum(plan._product is not None for plan in context.plans.values()) == 2
         assert {kept_after(context, 130, alpha) > 0 for alpha in (2, 2, 3, 3, 0, 3)} == {True}
@@ -396,7 +397,7 @@ def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatc
 
 @pytest.mark.parallel([2])
 def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
-    monkeypatch.setattr(blacs, "PLANS_BYTES", 10 * blacs.plan_bytes(comm.size))
+    monkeypatch.setattr(blacs, "PLANS_BYTES", 10 * blacs.plan_bytes(comm.size, 1))
     monkeypatch.setattr(planning, "CACHED_PLANS", 4)
     with BlacsContext(comm, (1, 2)) as context:
         square, a, c = square_of(context, 80, 4)
@@ -413,6 +414,12 @@ def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
         after = kept_after(range(24, 80))
         tracemalloc.stop()
         assert len(context.plans) == 10 and after - before < blacs.PLANS_BYTES
+        monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 2000)  # moves then have several rounds
+        cleared = Mock()
+        monkeypatch.setattr(Workspace, "clear", cleared)
+        kept_after(range(50, 60))
+        monkeypatch.undo()
+        assert len(context.plans) == blacs.FEWEST_PLANS and not cleared.called
 
 
 @pytest.mark.parallel([1])
@@ -431,11 +438,12 @@ def test_the_largest_assignment_is_that_of_scipy(comm):
 def test_the_tables_of_a_plan_take_at_most_plan_bytes(comm, ranks, shape):
     cyclic = BlockCyclic((2003, 2008), (33, 33), (isqrt(ranks), isqrt(ranks)))
     placed = pblas._placed([cyclic] * 3, ("N", "N"), GridShape(*shape), tuple(range(ranks)))
-    tracemalloc.start()
-    tables = [RankMove(cyclic, one, 1, ranks).schedule(1) for one in placed]
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert tables[0].rounds and taken <= blacs.plan_bytes(ranks)
+    for rounds in 1, 8:
+        tracemalloc.start()
+        tables = [RankMove(cyclic, one, 1, ranks).schedule(rounds) for one in placed]
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert tables[0].rounds and taken <= blacs.plan_bytes(ranks, rounds)
 
 
 @pytest.mark.parallel([2])
