@@ -74,7 +74,8 @@ def pgemm(
         C, in the same way. It is written in place; its other elements do not change.
     max_workspace : int or None
         Limit of the bytes of work arrays on each rank, as of `matmul`. It does not count A, B and C on the product's
-        grid. Default: no limit.
+        grid, nor the messages that move them: about 16 MiB at most for each of A and B, and then for C. Default: no
+        limit.
 
     Raises
     ------
@@ -196,8 +197,9 @@ class PgemmPlan:
 
     Notes
     -----
-    Making a plan and calling it are collective over the context. Plans of a context share the memory of their matrices,
-    except while a product is under way. The messages of A, B and C are planned once.
+    Making a plan and calling it are collective over the context. Plans of a context share the memory of their matrices.
+    A plan that is started while another product is under way keeps memory of its own until it is closed. The messages
+    of A, B and C are planned once.
 
     Examples
     --------

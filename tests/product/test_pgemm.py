@@ -133,8 +133,10 @@ def test_a_plan_is_called_again_and_started(comm):
 
 
 @pytest.mark.parallel([4])
-def test_a_limit_of_work_arrays(comm, fails):
-    """More panels keep it. One that cannot be kept is refused on all ranks, in a call and in a plan."""
+def test_a_limit_of_work_arrays(comm, fails, monkeypatch):
+    """More panels keep it. One that cannot be kept is refused on all ranks, in a call and in a plan. Messages that move
+    the matrices have a limit of their own."""
+    monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 100_000)
     with BlacsContext(comm, (1, comm.size)) as context:
         square, ones, c = square_of(context, 400, 32)
         call = lambda limit: multiply(square, ones, c, 400, 400, 400, max_workspace=limit)
@@ -145,12 +147,15 @@ def test_a_limit_of_work_arrays(comm, fails):
         with planned(square, max_workspace=10) as plan:
             fails(MemoryLimitError, "max_workspace is 10 bytes", lambda: plan(ones, ones, c))
         panels = set()
-        for limit in (None, 400_000):
+        for limit in (400_000, None):
             for _ in range(2):  # the second product has a MatmulPlan
                 c[...] = 0
                 call(limit)
                 assert (c == 400).all()
-            panels.add(next(reversed(context.plans.values()))._product._product.plan.panels)
+            plan = next(reversed(context.plans.values()))
+            panels.add(plan._product._product.plan.panels)
+            assert limit is None or plan.grid.workspace.allocated <= limit
+        assert 0 < context.grid.workspace.allocated < 250_000
         assert len(panels) == 2 and min(panels) == 1
 
 
