@@ -70,7 +70,7 @@ def run(program: str, case: str, ranks: int, replaced: bool, rounds: int, log: s
     found: dict[str, list[float]] = {}
     for word, value in re.findall(r"^(\w+) (\S+)$", printed, re.M):
         found.setdefault(word, []).append(float(value))
-    if found["error"][0] > 1e-6:
+    if not found["error"][0] <= 1e-6:
         raise ProgramError(f"{case}: the error of a result is {found['error'][0]}")
     return {word: median(values) for word, values in found.items()}
 

@@ -6,7 +6,8 @@
     mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py --moves
     mpirun -n 4 .venv/bin/python benchmarks/pgemm.py --datatypes                  (without ScaLAPACK)
 
-Both use the BLAS in PMM3D_BLAS, which is loaded for ScaLAPACK too, one thread per rank, and the MPI of ScaLAPACK.
+Both use the BLAS in PMM3D_BLAS, which is loaded for ScaLAPACK too, one thread per rank, and the MPI of ScaLAPACK, whose
+file may be in PMM3D_SCALAPACK.
 Blocks are 64 x 64, on the process grid nearest to a square. Times are medians of the rounds on the slowest rank. The
 order of the libraries alternates. The limit is the rate of the same GEMM on one core, times the cores of the ranks.
 With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of the same

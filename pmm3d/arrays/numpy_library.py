@@ -191,7 +191,7 @@ class NumpyLibrary:
         the array's memory, are in elements. The view must not exceed the array's memory."""
         size, flags = array.itemsize, array.flags
         steps = tuple([size * stride for stride in strides])
-        if flags.c_contiguous or flags.f_contiguous:  # takes 5% of the time of numpy's as_strided
+        if flags.c_contiguous or flags.f_contiguous:  # faster than numpy's as_strided
             return np.ndarray(shape, array.dtype, array if flags.c_contiguous else array.T, size * first, steps)
         as_strided = np.lib.stride_tricks.as_strided
         return as_strided(as_strided(array, (first + 1,), (size,))[first:], shape, steps)

@@ -9,7 +9,7 @@ from ..model.launch import check_launcher
 check_launcher()
 
 from .agreement import digest, gather_small
-from .argument_digest import Compared, ComparedObject
+from .argument_digest import Compared
 from .arrivals import Arrivals, Departures
 from .axis import Axis
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate

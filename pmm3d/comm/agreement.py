@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +20,7 @@ from ..arrays import NumpyLibrary, Workspace, library_of_error
 from ..errors import DisagreementError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..model.machine import available_memory, resident_memory
 from ..text import counted, in_bytes, ranks_in_words
-from .hang import CallersCall, callers_call, source_line
+from .hang import callers_call, source_line
 from .ledger import Ledger
 from .strided_collectives import all_gather_into
 from .transport import Collective, Link
@@ -41,19 +43,19 @@ class Terms(NamedTuple):
     """The terms of one rank in an agreement.
 
     compared   text that must be equal on all ranks
-    shown      called for an error message: texts of the arguments, of which the equal ones are left out. Default:
+    shown      called for an error message: (canonical form, text) of each argument. Equal ones are left out. Default:
                `compared`
     error      the error of this rank, or None
     call       the operation. If the ranks call different operations, the error message names them and their lines
     """
 
     compared: str
-    shown: Callable[[], Sequence[str]] | None = None
+    shown: Callable[[], Sequence[tuple[str, str]]] | None = None
     error: Exception | None = None
     call: str = ""
 
-    def texts(self) -> Sequence[str]:
-        return [self.compared] if self.shown is None else self.shown()
+    def arguments(self) -> Sequence[tuple[str, str]]:
+        return [(self.compared, self.compared)] if self.shown is None else self.shown()
 
 
 class Report(NamedTuple):
@@ -108,6 +110,7 @@ def agree(
             raise terms.error
         return None if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
     own, failed = digest(terms.compared), terms.error is not None
+    thread = get_ident()  # another thread may end the agreement
     rows: Any = None
     if numbers is None:
         same, any_failed = yield from _compared(link, own, failed)
@@ -123,10 +126,11 @@ def agree(
     failures = (yield from _exchanged(link, *_as_text(terms.error))) if any_failed else Reports([], [])
     without = next((len(one.ranks) for one in failures.first if one.text == WITHOUT_MEMORY), 0)
     fullest = (yield from _fullest(link, terms.error, without)) if without else ""
-    if (call := callers_call(sys._getframe())) is not None:
+    frame = sys._current_frames().get(thread)
+    if (call := callers_call(frame)) is not None:
         what = call.name
     also = f". And it failed: {failures}{fullest}" if any_failed else ""
-    error = None if same else (yield from _disagreement(link, f"{what}: {difference}", terms, call, kind, also))
+    error = None if same else (yield from _disagreement(link, f"{what}: {difference}", terms, frame, kind, also))
     raise everywhere(error or _failure(link, what, terms.error, failures, fullest))
 
 
@@ -161,39 +165,50 @@ def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool
 
 
 def _disagreement(
-    link: Link, headline: str, terms: Terms, call: CallersCall | None, kind: type[Pmm3dError], also: str
+    link: Link, headline: str, terms: Terms, frame: FrameType | None, kind: type[Pmm3dError], also: str
 ) -> Collective[Exception | None]:
     """Generator: return the error with the arguments of the ranks, or with their calls if the calls differ. Return None
     if ranks failed and the same is shown of all ranks.
 
-    call   the call of a C or Fortran program that this rank executes, or None. All ranks send the same messages with it
-           and without it
-    also   end of the message: what failed
+    frame   of the thread that began the agreement. If it executes a call of a C or Fortran program, that call is named.
+            All ranks send the same messages with such a call and without it
+    also    end of the message: what failed
     """
-    name, place = (terms.call, f" at {source_line(sys._getframe())}") if call is None else (call.name, "")
+    call = callers_call(frame)
+    name, place = (terms.call, f" at {source_line(frame)}") if call is None else (call.name, "")
     names = yield from gather_small(link, np.array([digest(name)], np.int64))
     if np.any(names != names[0]):
         made = yield from _exchanged(link, f"{name}{place}")
         return DisagreementError(f"the ranks made different calls. {made}{also}")
-    passed = yield from _passed(link, name, terms.texts() if call is None else call.arguments())
+    arguments = terms.arguments() if call is None else [(text, text) for text in call.arguments()]
+    passed = yield from _passed(link, name, arguments, call is not None)
     if len(passed.first) == 1:
         if also:
             return None
-        passed = yield from _passed(link, terms.call, terms.texts())
+        passed = yield from _passed(link, terms.call, terms.arguments())
     return kind(f"{headline} {passed}{also}")
 
 
-def _passed(link: Link, call: str, arguments: Sequence[str]) -> Collective[Reports]:
-    """Generator: return the calls of the ranks. If some of the arguments differ, dots replace the others."""
-    count = len(arguments)
+def _passed(link: Link, call: str, arguments: Sequence[tuple[str, str]], named: bool = False) -> Collective[Reports]:
+    """Generator: return the calls of the ranks. If some of the arguments differ, dots replace the others.
+
+    arguments   (canonical form, text) of each. If the texts of different arguments are equal, their forms are shown
+    named       whether the texts contain the names of the arguments. Otherwise their positions are shown
+    """
+    count, texts = len(arguments), [text for _, text in arguments]
     counts = yield from gather_small(link, np.array([count], np.int64))
-    if 1 < count <= MOST_ARGUMENTS and np.all(counts == count):
-        digests = yield from gather_small(link, np.array([digest(text) for text in arguments], np.int64))
-        differs = (digests != digests[0]).any(axis=0)
+    if 0 < count <= MOST_ARGUMENTS and np.all(counts == count):
+        own = [digest(form) for forms in zip(*arguments) for form in forms]
+        digests = yield from gather_small(link, np.array(own, np.int64))
+        differs, seen = (digests != digests[0]).any(axis=0).reshape(2, count)
         if differs.any():
-            shown = [text if differ else DOTS for text, differ in zip(arguments, differs)]
-            arguments = [text for text, before in zip(shown, ["", *shown]) if not text == before == DOTS]
-    listed = ", ".join(arguments)
+            numbers = [f"argument {number}: " * (count > 1 and not named) for number in range(1, count + 1)]
+            shown = [
+                f"{number}{text if visible else form}" if differ else DOTS
+                for number, (form, text), differ, visible in zip(numbers, arguments, differs, seen)
+            ]
+            texts = [text for text, before in zip(shown, ["", *shown]) if not text == before == DOTS]
+    listed = ", ".join(texts)
     return (yield from _exchanged(link, f"{call}({listed})" if call else listed))
 
 

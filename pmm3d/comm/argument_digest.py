@@ -51,27 +51,13 @@ class Compared(tuple[Any, ...]):
         return _listed(self)
 
 
-class ComparedObject:
-    """An object that does not change and is compared repeatedly. Its canonical form is cached."""
-
-    def __init__(self, compared: Any):
-        self._compared = compared
-
-    def __repr__(self) -> str:
-        return repr(self._compared)
-
-    @cached_property
-    def form(self) -> str:
-        return _form(self._compared)
-
-
-def printed(arguments: tuple[Any, ...]) -> list[str]:
-    """Return the texts of arguments as in source code. Never raises.
+def printed(arguments: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """Return the canonical form of each argument, and its text as in source code. Never raises.
 
     >>> printed(((2, 3), None))
-    ['(2, 3)', 'None']
+    [('(0x2,0x3)', '(2, 3)'), ('None', 'None')]
     """
-    return [*map(_as_printed, arguments)]
+    return [(canonical(each), _as_printed(each)) for each in arguments]
 
 
 def _as_printed(value: Any) -> str:
@@ -155,7 +141,6 @@ FORMS: dict[type, Callable[[Any], str]] = {
     bool: str,
     type(None): str,
     Compared: attrgetter("form"),
-    ComparedObject: attrgetter("form"),
     GridShape: _shape,
 }
 """Canonical forms of the most common types, found by one look-up."""

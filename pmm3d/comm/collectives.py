@@ -281,7 +281,7 @@ def compared(link: Link, collective: Collective[Any], call: str, line: str) -> C
     """
     record = link.record
     what = f"call #{record.number} on axis {record.key.axis}"
-    yield from agree(link, what, "the members' calls differ.", Terms(call, lambda: [f"{call} at {line}"]), [])
+    yield from agree(link, what, "the members' calls differ.", Terms(call, lambda: [(call, f"{call} at {line}")]), [])
     return (yield from collective)
 
 

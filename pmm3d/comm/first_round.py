@@ -123,7 +123,7 @@ def first_round(
         "the ranks' arrays do not fit together. Operation, options, trailing dims and dtype must be the same, and for "
         "sums the rows too."
     )
-    terms = Terms(call, lambda: [f"{call} with {rows} row{'s' * (rows != 1)}"], error)
+    terms = Terms(call, lambda: [(call, f"{call} with {rows} row{'s' * (rows != 1)}")], error)
     balance = 0 if sent is None or received is None or error is not None else _balance(link, sent, received)
     message[:HEAD] = rows, -1 if memory is None else memory.shape[0], balance, rides
     everyones = yield from agree(link, link.record, difference, terms, message, LayoutError)

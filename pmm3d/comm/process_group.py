@@ -49,6 +49,7 @@ class ProcessGroup:
 
     machine: Machine | None = None
     _has_looked = False
+    _named: Callable[[], tuple[Any, ...]] = tuple  # further arguments that all comparisons include
     _made: ExitStack
 
     def __init__(self, comm: MPI.Intracomm, settings: Settings, made: ExitStack):
@@ -65,7 +66,6 @@ class ProcessGroup:
         self.workspace = Workspace()
         made.callback(self.workspace.clear)
         self.attached: dict[Any, Any] = {}
-        self._named: Callable[[], tuple[Any, ...]] = tuple  # further arguments that all comparisons include
         self._check, self.overlap = settings.check, settings.overlap
         transport = Transport(settings.device_transport, self.workspace, self._processes, settings.timeout)
         ledger = self.ledger

@@ -179,7 +179,10 @@ Assignment = tuple[Roles, tuple[int, int, int], tuple[bool, bool, bool]]
 def _assignments(
     a: Layout, a_order: str, b: Layout, b_order: str, c: Layout | None, grid: GridShape
 ) -> tuple[Assignment, ...]:
-    """Return the assignments of `ROLES`, or only the first one that redistributes nothing."""
+    """Return the assignments of `ROLES`, or only the first one that moves no operand.
+
+    With empty operands, too, this is the one selected, although others move no bytes either.
+    """
     found = list[Assignment]()
     for roles in ROLES:
         m_axis, k_axis, n_axis = roles

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..arrays import Array, NumpyLibrary
-from ..comm import Auto, ComparedObject, Grid, check_communicator, leaves_in_order
+from ..comm import Auto, Compared, Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
 from ..layout.pieces import elements, send_blocks
@@ -26,11 +26,11 @@ M_, N_, MB_, NB_, RSRC_, CSRC_, LLD_ = range(2, 9)
 CACHED_PLANS = 1024
 """Largest number of plans that a context caches."""
 PLANS_BYTES = 2**26
-"""Limit of the memory of the tables of these plans on a rank, by `plan_bytes`."""
+"""Limit of the memory of the tables of these plans on a rank."""
 FEWEST_PLANS = 8
 """Number of plans that a context caches although the tables need more memory."""
-HELD_BYTES = 2**28
-"""Limit of the work memory, on all ranks, that the MatmulPlans of the cached plans hold."""
+HELD_BYTES = 2**26
+"""Limit of the work memory on a rank that the MatmulPlans of the cached plans hold."""
 SMALL_BYTES = 2**25
 """Total bytes of A, B and C up to which products of similar sizes share the choice of a grid, and a repeated product
 keeps a MatmulPlan. The setup of larger products is short compared with them."""
@@ -41,16 +41,17 @@ MOST_GRIDS = 8
 """
 
 
-def plan_bytes(ranks: int) -> int:
-    """Largest number of bytes of the tables of a plan on a rank: three moves with messages to and from each rank."""
-    return 2**14 + 2**13 * ranks
+def plan_bytes(ranks: int, rounds: int) -> int:
+    """Largest number of bytes of the tables of a plan on a rank: three moves with messages to and from each rank, in at
+    most this number of rounds."""
+    return (2**14 + 2**13 * ranks) * rounds
 
 
 class WorkMemory(NamedTuple):
     """Memory of this rank for the blocks of a product, and the bytes of each rank's memory."""
 
     array: Array
-    held: np.ndarray
+    nbytes: np.ndarray
 
 
 class ProductGrid(Grid):
@@ -131,7 +132,8 @@ class BlacsContext:
         self.relabel, self.closed = relabel, False
         self.plans: OrderedDict[Hashable, Any] = OrderedDict()
         self._made: dict[int, weakref.ref[Any]] = {}
-        self._held: OrderedDict[Any, int] = OrderedDict()
+        self._table_bytes = 0
+        self._plan_work: OrderedDict[Any, int] = OrderedDict()
         self._memory: dict[str, WorkMemory] = {}
         self._under_way = list[Any]()
         self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
@@ -208,11 +210,13 @@ class BlacsContext:
             raise GridError("this BLACS context is closed: make another one")
 
     def _keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Make and cache a plan. If the cache is full, close the least recently used plan first. Collective."""
-        most = min(CACHED_PLANS, max(FEWEST_PLANS, PLANS_BYTES // plan_bytes(self.grid.size)))
-        if len(self.plans) >= most:
-            self.plans.popitem(last=False)[1].close()
+        """Make and cache a plan. If the cache is full, end the least recently used plans. Collective."""
         self.plans[key] = plan = make()
+        self._table_bytes += plan.table_bytes
+        while len(self.plans) > CACHED_PLANS or (len(self.plans) > FEWEST_PLANS and self._table_bytes > PLANS_BYTES):
+            oldest = self.plans.popitem(last=False)[1]
+            self._table_bytes -= oldest.table_bytes
+            oldest._end()
         return plan
 
     def _register(self, plan: Any) -> None:
@@ -235,14 +239,14 @@ class BlacsContext:
         if self._under_way:
             return library.empty((int(needed[self.grid.rank]),), "uint8")
         memory = self._memory.get(library.kind)
-        if memory is None or (needed > memory.held).any():
+        if memory is None or (needed > memory.nbytes).any():
             if nbytes <= SMALL_BYTES:  # similar sizes that follow do not grow it again
                 step = 2 ** max(6, nbytes.bit_length() - 3)
                 needed[list(ranks)] = -(-nbytes // step) * step
-            held = needed if memory is None else np.maximum(needed, memory.held)
+            sizes = needed if memory is None else np.maximum(needed, memory.nbytes)
             del memory
             self._forget_memory()
-            memory = WorkMemory(library.empty((int(held[self.grid.rank]),), "uint8"), held)
+            memory = WorkMemory(library.empty((int(sizes[self.grid.rank]),), "uint8"), sizes)
             self._memory[library.kind] = memory
         return memory.array
 
@@ -258,16 +262,13 @@ class BlacsContext:
             if plan not in self._under_way:
                 plan._unbind()
 
-    def _make_room(self, plan: Any, nbytes: int) -> None:
-        """Count the work memory, on all ranks, of the MatmulPlan that a cached plan is about to make. Close MatmulPlans
-        of the least recently used plans."""
-        if self.plans.get(plan._form) is plan:
-            self._held[plan] = nbytes
-            total = sum(self._held.values())
-            while total > HELD_BYTES and len(self._held) > 1:
-                oldest, freed = next(iter(self._held.items()))
-                total -= freed
-                oldest._close_product()
+    def _make_room(self, nbytes: int) -> None:
+        """Close MatmulPlans of the least recently used cached plans, until one with this work memory may be made."""
+        total = nbytes + sum(self._plan_work.values())
+        while total > HELD_BYTES and self._plan_work:
+            oldest, freed = next(iter(self._plan_work.items()))
+            total -= freed
+            oldest._close_product()
 
     def _product_grid(
         self,
@@ -406,9 +407,9 @@ class Descriptor:
         )
 
     @cached_property
-    def compared(self) -> ComparedObject:
+    def compared(self) -> Compared:
         """The layout, as the ranks compare it. The leading dimension is not compared."""
-        return ComparedObject(self.cyclic)
+        return Compared((self.cyclic,))
 
     @property
     def local_rows(self) -> int:
@@ -467,6 +468,8 @@ def largest_assignment(gains: np.ndarray) -> list[int]:
         [1, 0, 2]
     """
     size = len(gains)
+    if (gains.diagonal() == gains.max(axis=1)).all():
+        return [*range(size)]
     costs, rows, cols = gains.max() - gains, np.zeros(size + 1, np.int64), np.zeros(size + 1, np.int64)
     row_of, far = np.full(size + 1, -1), np.iinfo(np.int64).max
     for row in range(size):  # column `size` is the start of the path
@@ -493,6 +496,11 @@ def check_descriptor(what: str, descriptor: Any) -> Descriptor:
     if not isinstance(descriptor, Descriptor):
         raise LayoutError(f"{what}: a descriptor is the result of BlacsContext.descriptor; got {descriptor!r}")
     return descriptor
+
+
+def compared(argument: Any) -> Any:
+    """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
+    return argument.compared if isinstance(argument, Descriptor) else argument
 
 
 def _forget(made: dict[int, weakref.ref[Any]], number: int, _: object) -> None:

@@ -13,7 +13,7 @@ from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
 from ..model.plan import native
-from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor
+from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
@@ -74,7 +74,8 @@ def pgemm(
         C, in the same way. It is written in place; its other elements do not change.
     max_workspace : int or None
         Limit of the bytes of work arrays on each rank, as of `matmul`. It does not count A, B and C on the product's
-        grid. Default: no limit.
+        grid, nor the messages that move them: about 16 MiB at most for each of A and B, and then for C. Default: no
+        limit.
 
     Raises
     ------
@@ -114,7 +115,7 @@ def pgemm(
     arrays, descriptors = (a, b, c), (desca, descb, descc)
     _, dtype, kind = array_signature(a)
     context = _context_of(*descriptors)
-    with context.grid.collective_call("pgemm", *map(_compared, given), dtype, kind, alpha, beta, max_workspace):
+    with context.grid.collective_call("pgemm", *map(compared, given), dtype, kind, alpha, beta, max_workspace):
         library_of(a)
         form = _form(context, given, dtype, kind, max_workspace)
         call = _call(context, form, arrays, descriptors, alpha, beta)
@@ -196,8 +197,9 @@ class PgemmPlan:
 
     Notes
     -----
-    Making a plan and calling it are collective over the context. Plans of a context share the memory of their matrices,
-    except while a product is under way. The messages of A, B and C are planned once.
+    Making a plan and calling it are collective over the context. Plans of a context share the memory of their matrices.
+    A plan that is started while another product is under way keeps memory of its own until it is closed. The messages
+    of A, B and C are planned once.
 
     Examples
     --------
@@ -236,8 +238,8 @@ class PgemmPlan:
     ):
         given = transa, transb, m, n, k, ia, ja, desca, ib, jb, descb, ic, jc, descc
         context = _context_of(desca, descb, descc)
-        compared = compared_dtype(dtype), library, max_workspace
-        with context.grid.collective_call("pgemm", *map(_compared, given), *compared):
+        options = compared_dtype(dtype), library, max_workspace
+        with context.grid.collective_call("pgemm", *map(compared, given), *options):
             form = _form(context, given, dtype, library, max_workspace)
             context.grid.library(library)
         self._prepare(context, form, (desca, descb, descc))
@@ -270,6 +272,7 @@ class PgemmPlan:
         for move in (*self._coming, self._back):
             if move.rounds > 1:
                 move.agree()
+        self.table_bytes = plan_bytes(self._base.size, max(move.rounds for move in (*self._coming, self._back)))
         context._register(self)
 
     def _bind(self, alpha: complex | None) -> None:
@@ -286,7 +289,7 @@ class PgemmPlan:
                 DistMatrix(grid, slab.array(shape[::-1], dtype).T, there.shape, there.layout, "F")
                 for shape, there in zip(shapes, self._on_grid)
             ]
-            self._held = [
+            self._arrays = [
                 [matrix.memory for _ in there.tiles(self._base.rank)]
                 for matrix, there in zip(self._matrices, self._on_grid)
             ]
@@ -313,10 +316,10 @@ class PgemmPlan:
         self._close_product()
         self._work.close()
         self._run, self._memory = None, None
-        self._matrices, self._held = [], []
+        self._matrices, self._arrays = [], []
 
     def _close_product(self) -> None:
-        self._context._held.pop(self, None)
+        self._context._plan_work.pop(self, None)
         if self._product is not None:
             self._product.close()
             self._product = None
@@ -358,8 +361,7 @@ class PgemmPlan:
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
-        again, self._alpha = self.nbytes <= SMALL_BYTES and call.alpha == self._alpha, call.alpha
-        runs = multiplies and not again
+        runs = multiplies and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
         if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
@@ -367,13 +369,14 @@ class PgemmPlan:
             except Exception:  # on every rank
                 self._context._forget_memory()
                 raise
+        self._alpha = call.alpha
         self._context._under_way.append(self)
         finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
         try:
             with self._base.ledger.phase("redistribute"):
                 coming = [
-                    move.start(self._library, arrays, held)
-                    for move, arrays, held in zip(self._coming, (call.a, call.b), self._held)
+                    move.start(self._library, given, own)
+                    for move, given, own in zip(self._coming, (call.a, call.b), self._arrays)
                     if multiplies
                 ]
         except BaseException:
@@ -397,7 +400,7 @@ class PgemmPlan:
         else:
             self._multiply(call.alpha)
         with self._base.ledger.phase("redistribute"):
-            self._back.start(self._library, self._held[2], call.c, call.beta).wait()
+            self._back.start(self._library, self._arrays[2], call.c, call.beta).wait()
 
     def _multiply(self, alpha: complex) -> None:
         """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
@@ -408,14 +411,17 @@ class PgemmPlan:
                 run.begin()
                 run.finish()
             return
-        held = self._context._held
+        plan_work = self._context._plan_work
         if self._product is None:
             operands, c, limit = self._operands(), self._matrices[2], self._form.max_workspace
             work = plan_for(*operands, c, None, limit).workspace
-            self._context._make_room(self, work * self.grid.shape.size)
+            if cached := self._context.plans.get(self._form) is self:
+                self._context._make_room(work)
             self._product = MatmulPlan(*operands, alpha=alpha, out=c, max_workspace=limit)
-        if self in held:
-            held.move_to_end(self)
+            if cached:
+                plan_work[self] = work
+        elif self in plan_work:
+            plan_work.move_to_end(self)
         self._product()
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:
@@ -432,9 +438,13 @@ class PgemmPlan:
             return
         if self._pending is not None:
             self._pending.wait()
+        self._end()
+        self.grid.workspace.clear()
+
+    def _end(self) -> None:
+        """Free what the plan alone holds. Other plans use the workspace of the product's grid."""
         self.closed = True
         self._unbind()
-        self.grid.workspace.clear()
 
     def __enter__(self) -> PgemmPlan:
         return self
@@ -477,11 +487,6 @@ def _context_of(*descriptors: Any) -> BlacsContext:
     """Context of the first descriptor. Raises LayoutError, on this rank only, if there is no descriptor."""
     found = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
     return check_descriptor("pgemm", found).context
-
-
-def _compared(argument: Any) -> Any:
-    """Value of an argument that the ranks compare. For a descriptor, this excludes the leading dimension."""
-    return argument.compared if isinstance(argument, Descriptor) else argument
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, max_workspace: int | None) -> Form:

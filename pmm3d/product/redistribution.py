@@ -11,7 +11,7 @@ from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, libra
 from ..comm import Grid, Pending
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, Placement, Tiled, whole_number
-from .blacs import Descriptor, check_descriptor
+from .blacs import Descriptor, check_descriptor, compared
 from .checks import array_signature, collective_call, compared_dtype, scalar
 from .tiles import TileMove, checked_arrays
 
@@ -165,8 +165,7 @@ def pgemr2d(
     """
     grid = check_descriptor("pgemr2d", desca if isinstance(desca, Descriptor) else descb).context.grid
     _, dtype, kind = array_signature(a)
-    compared = [each.cyclic if isinstance(each, Descriptor) else each for each in (desca, descb)]
-    with grid.collective_call("pgemr2d", m, n, ia, ja, ib, jb, *compared, dtype, kind):
+    with grid.collective_call("pgemr2d", m, n, ia, ja, ib, jb, *map(compared, (desca, descb)), dtype, kind):
         for each in (desca, descb):
             check_descriptor("pgemr2d", each).context._check_open()
         if not grid.same_processes(descb.context.grid):

@@ -50,6 +50,8 @@ class TileMove:
     def agree(self) -> None:
         """Find `in_place`, and the smallest number of rounds: the bound of `Move` also counts elements that stay on a
         rank. For moves that are repeated, before the first use. Collective over the grid."""
+        if "_schedule" in vars(self):
+            raise RuntimeError("a TileMove agrees before its first use")
         messages, size = self._messages, itemsize(self._dtype)
         most = int(self._grid.comm.largest(ceil(messages.elements * size / ROUND_BYTES) or not messages.stays_in_place))
         self.in_place, self.rounds = most == 0, max(1, most)

@@ -73,7 +73,7 @@ def test_objects_are_compared_without_their_address():
         with given(make=make):
             retained = make(), make()
             assert canonical(retained[0]) == canonical(retained[1])
-            assert printed((retained[0], 2))[1] == "2"
+            assert printed((retained[0], 2))[1] == ("0x2", "2")
 
 
 def test_dataclasses_are_compared_by_their_fields():

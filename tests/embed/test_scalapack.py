@@ -147,6 +147,15 @@ def test_small_products_are_left_and_python_is_not_started(program, tmp_path, wo
     assert by(log) == {"pmm3d": [calls] * 4}
 
 
+def test_a_wrong_product_is_seen_by_the_timed_programs(program, tmp_path):
+    """One that does nothing, and one with an element that is not a number."""
+    for body, error in (("(void)c;", "22"), ("*c = 0 / *c;", "inf")):
+        wrong = tmp_path / f"wrong{error}.c"
+        wrong.write_text(f"void pdgemm_({'void *, ' * 15}double *c{', void *' * 3}) {{ {body} }}")
+        timed = program("benchmarks/drop_in.c", str(wrong), flags=SCALAPACK)
+        assert f"error {error}\n" in timed.written(4, "scf", 64, 16, 1)
+
+
 def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
     """Products of 64, 63 and 62 rows, of which two are large enough; and values that are no length."""
     log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)

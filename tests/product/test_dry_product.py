@@ -226,7 +226,7 @@ def test_the_example_of_the_page_runs(capsys):
 
 
 def test_a_product_of_a_new_size_takes_few_calls_of_python():
-    """A repeated product takes 445 calls, and one whose plan depends on nothing before took 1,324."""
+    """A repeated product takes 443 calls on 2x2x1, one of a new size 649; on 2x2x2 549 and 756."""
 
     def calls(n):
         a, b = DistMatrix.random(grid, (n, n + 1)), DistMatrix.random(grid, (n + 1, n + 2), layout=Layout.B)
@@ -236,6 +236,7 @@ def test_a_product_of_a_new_size_takes_few_calls_of_python():
         sys.setprofile(None)
         return sum(made)
 
-    with Grid.dry((2, 2, 1)) as grid:
-        calls(64)
-        assert max(calls(67), calls(81)) < 900
+    for shape, limit in ((2, 2, 1), 700), ((2, 2, 2), 800):
+        with Grid.dry(shape) as grid:
+            calls(64)
+            assert max(calls(67), calls(81)) < limit

@@ -26,6 +26,7 @@ from pmm3d import (
     PgemmPlan,
     pgemm,
 )
+from pmm3d.arrays import Workspace
 from pmm3d.model.move import RankMove
 from pmm3d.product import blacs, pblas
 from pmm3d.product import multiply as planning
@@ -132,22 +133,29 @@ def test_a_plan_is_called_again_and_started(comm):
 
 
 @pytest.mark.parallel([4])
-def test_a_limit_of_work_arrays(comm, fails):
-    """More panels keep it. One that cannot be kept is refused on all ranks, in a call and in a plan."""
+def test_a_limit_of_work_arrays(comm, fails, monkeypatch):
+    """More panels keep it. One that cannot be kept is refused on all ranks, in a call and in a plan. Messages that move
+    the matrices have a limit of their own."""
+    monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 100_000)
     with BlacsContext(comm, (1, comm.size)) as context:
         square, ones, c = square_of(context, 400, 32)
         call = lambda limit: multiply(square, ones, c, 400, 400, 400, max_workspace=limit)
-        fails(MemoryLimitError, "max_workspace is 10 bytes", lambda: call(10))
+        for _ in range(2):
+            fails(MemoryLimitError, "max_workspace is 10 bytes", lambda: call(10))
+        assert context.grid.ledger.total(phase="redistribute").received == 0
         fails(LayoutError, "max_workspace is a number of bytes", lambda: call("much"))
         with planned(square, max_workspace=10) as plan:
             fails(MemoryLimitError, "max_workspace is 10 bytes", lambda: plan(ones, ones, c))
         panels = set()
-        for limit in (None, 400_000):
+        for limit in (400_000, None):
             for _ in range(2):  # the second product has a MatmulPlan
                 c[...] = 0
                 call(limit)
                 assert (c == 400).all()
-            panels.add(next(reversed(context.plans.values()))._product._product.plan.panels)
+            plan = next(reversed(context.plans.values()))
+            panels.add(plan._product._product.plan.panels)
+            assert limit is None or plan.grid.workspace.allocated <= limit
+        assert 0 < context.grid.workspace.allocated < 250_000
         assert len(panels) == 2 and min(panels) == 1
 
 
@@ -382,8 +390,8 @@ def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatc
         for n in (*range(129, 123, -1), 20, 130, 124, 130):
             assert kept_after(context, n) <= 2 * largest and context._memory["numpy"] is memory
         assert len(context.plans) == 8
-        assert sum(context._held.values()) > 0
-        monkeypatch.setattr(blacs, "HELD_BYTES", 2 * max(context._held.values()))
+        assert sum(context._plan_work.values()) > 0
+        monkeypatch.setattr(blacs, "HELD_BYTES", 2 * max(context._plan_work.values()))
         assert all(kept_after(context, n) <= 3 * largest for n in (*range(123, 130), *range(123, 130)))
         assert sum(plan._product is not None for plan in context.plans.values()) == 2
         assert {kept_after(context, 130, alpha) > 0 for alpha in (2, 2, 3, 3, 0, 3)} == {True}
@@ -394,7 +402,7 @@ def test_products_of_many_sizes_share_the_memory_of_the_largest(comm, monkeypatc
 
 @pytest.mark.parallel([2])
 def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
-    monkeypatch.setattr(blacs, "PLANS_BYTES", 10 * blacs.plan_bytes(comm.size))
+    monkeypatch.setattr(blacs, "PLANS_BYTES", 10 * blacs.plan_bytes(comm.size, 1))
     monkeypatch.setattr(planning, "CACHED_PLANS", 4)
     with BlacsContext(comm, (1, 2)) as context:
         square, a, c = square_of(context, 80, 4)
@@ -411,6 +419,12 @@ def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
         after = kept_after(range(24, 80))
         tracemalloc.stop()
         assert len(context.plans) == 10 and after - before < blacs.PLANS_BYTES
+        monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 2000)  # moves then have several rounds
+        cleared = Mock()
+        monkeypatch.setattr(Workspace, "clear", cleared)
+        kept_after(range(50, 60))
+        monkeypatch.undo()
+        assert len(context.plans) == blacs.FEWEST_PLANS and not cleared.called
 
 
 @pytest.mark.parallel([1])
@@ -429,11 +443,12 @@ def test_the_largest_assignment_is_that_of_scipy(comm):
 def test_the_tables_of_a_plan_take_at_most_plan_bytes(comm, ranks, shape):
     cyclic = BlockCyclic((2003, 2008), (33, 33), (isqrt(ranks), isqrt(ranks)))
     placed = pblas._placed([cyclic] * 3, ("N", "N"), GridShape(*shape), tuple(range(ranks)))
-    tracemalloc.start()
-    tables = [RankMove(cyclic, one, 1, ranks).schedule(1) for one in placed]
-    taken = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert tables[0].rounds and taken <= blacs.plan_bytes(ranks)
+    for rounds in 1, 8:
+        tracemalloc.start()
+        tables = [RankMove(cyclic, one, 1, ranks).schedule(rounds) for one in placed]
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert tables[0].rounds and taken <= blacs.plan_bytes(ranks, rounds)
 
 
 @pytest.mark.parallel([2])
