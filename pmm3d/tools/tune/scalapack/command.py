@@ -39,7 +39,7 @@ def scalapack_command(
 
     mpirun -n 16 .venv-embed/bin/pmm3d tune scalapack
 
-    srun -n 128 .venv-embed/bin/pmm3d tune scalapack /opt/scalapack/lib/libscalapack.so --block 32
+    srun -n 128 env/bin/pmm3d tune scalapack /opt/lib/libscalapack.so
     """
     with all_ranks() as comm:
         logging.getLogger("pmm3d.comm").setLevel(logging.WARNING)  # no line for the grid of each product
