@@ -34,6 +34,7 @@ BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_las
 """Keys of a loader's state that define the rows of each batch; "data" is the fingerprint of their contents."""
 REMEDY = {"network": "Restore the settings", "data": "Restore the settings and the data",
           "columns": "Give the columns of the training data, in their order",
+          "targets": "Give the targets of the training data, in their order",
           "classes": "Convert the data with the same --class-names",
           "tokenizer": "Use a file that was converted with the same tokenizer"}  # fmt: skip
 """Kind of a difference -> remedy."""
