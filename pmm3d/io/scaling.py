@@ -88,12 +88,12 @@ def column_scale(
     constant, coarse = deviation == 0, (deviation > 0) & (deviation < resolved)
     with grid.collective_call("DataSet.scaling", dataset.name, always=True), np.errstate(over="ignore"):
         mean = np.where(constant, mean.astype(read), mean)
-        for column in np.flatnonzero(~np.isfinite(mean + deviation))[:1]:
+        for column in np.flatnonzero(~np.isfinite(mean + deviation))[:1].tolist():
             raise DataError(
                 f"{file.path}: the numbers in column {_named(column, names)} of data set {dataset.name[1:]!r} are too "
                 f"large for a mean and a scale in {read}: divide them by a number"
             )
-    for column in np.flatnonzero(coarse) if grid.rank == 0 else ():
+    for column in np.flatnonzero(coarse).tolist() if grid.rank == 0 else ():
         logger.warning(
             f"{file.path}: column {_named(column, names)} of data set {dataset.name[1:]!r} is {mean[column]:.6g} with "
             f"a deviation of {deviation[column]:.3g}, which {read} does not resolve: subtract a number from it before "

@@ -185,8 +185,9 @@ class Table:
                 raise DataError(
                     f"{self._path}, column {names[int(holes.all(0).argmax())]} has no value: leave it out (--inputs)"
                 )
-            means = np.nanmean(inputs, axis=0, dtype=np.float64).tolist() if means is None else list(means)
-            inputs[holes] = np.broadcast_to(means, inputs.shape)[holes]
+            filled = np.nanmean(inputs, axis=0, dtype=np.float64) if means is None else np.array(means)
+            inputs[holes] = np.broadcast_to(filled, inputs.shape)[holes]
+            means = filled.tolist()
         numbers = {at: table[:, place[at]] for at in [*labels, *chosen.groups]}
         coded = {
             at: numbered(

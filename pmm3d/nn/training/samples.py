@@ -100,11 +100,16 @@ def _unlike(data: DataSet) -> str:
         if not len(present):
             continue
         least, most = present[largest[present].argmin()], present[largest[present].argmax()]
-        if max(1.0, largest[most]) / min(1.0, largest[least]) >= UNLIKE:
-            one, two = (repr(names[at]) if names else str(at) for at in (least, most))
+        one, two = (repr(names[at]) if names else str(at) for at in (least, most))
+        if largest[most] / largest[least] >= UNLIKE:
             return (
                 f"the columns of data set {dataset.name[1:]!r} differ by orders of magnitude (up to "
                 f"{largest[least]:.3g} in column {one}, {largest[most]:.3g} in {two})"
+            )
+        if largest[most] >= UNLIKE or largest[most] <= 1 / UNLIKE:
+            return (
+                f"the numbers of data set {dataset.name[1:]!r} differ from 1 by orders of magnitude (up to "
+                f"{largest[most]:.3g} in column {two})"
             )
     return ""
 
