@@ -179,15 +179,15 @@ class Table:
         if not len(table):
             raise DataError(f"{self._path}: each line has a missing value, so none is left")
         inputs, names, known = self._expanded(chosen, texts, table, lines, dtype)
+        filled: np.ndarray | None = None
         if filling:
             holes = np.isnan(inputs)
             if means is None and holes.all(0).any():
                 raise DataError(
                     f"{self._path}, column {names[int(holes.all(0).argmax())]} has no value: leave it out (--inputs)"
                 )
-            filled = np.nanmean(inputs, axis=0, dtype=np.float64) if means is None else np.array(means)
+            filled = np.asarray(np.nanmean(inputs, axis=0, dtype=np.float64) if means is None else means)
             inputs[holes] = np.broadcast_to(filled, inputs.shape)[holes]
-            means = filled.tolist()
         numbers = {at: table[:, place[at]] for at in [*labels, *chosen.groups]}
         coded = {
             at: numbered(
@@ -207,7 +207,7 @@ class Table:
             coded[chosen.groups[0]][0] if chosen.groups else None,
             names,
             known,
-            None if means is None else [float(mean) for mean in means],
+            None if filled is None else filled.tolist(),
             coded[labels[0]][1] if labels else None,
             int(bad.sum()),
             int(gaps[~bad].sum()),
