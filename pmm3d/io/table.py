@@ -69,13 +69,14 @@ class Table:
     """A CSV file, which is read once, record by record.
 
     names    names of the columns; without a header, their indices as text
-    header   whether the first record contains the names; None: it does if it has all of `wanted`, or is like a header
+    header   whether the first record contains the names; None: it does if it looks so, or has all of `wanted`
+    wanted   inputs of the table like which this one is converted
     """
 
     def __init__(
         self, path: Path, file: TextIO, header: bool | None, delimiter: str | None, wanted: Collection[str] = ()
     ):
-        self._path, self._guessed = path, header is None
+        self._path, self._guessed, self._like = path, header is None, bool(wanted)
         self._records = _records(file, delimiter)
         head = list(islice(self._records, 2))
         if not head:
@@ -330,7 +331,11 @@ class Table:
         try:
             return float(cell)
         except ValueError:
-            if at in chosen.targets:
+            if self._like:
+                hint = (
+                    ". The training data have no header: remove the first line" if line == 1 and not self.header else ""
+                )
+            elif at in chosen.targets:
                 hint = "; labels of classes need classes=True (--classes)"
             elif line == 1 and self._guessed:
                 hint = ". If the first line names the columns, give header=True (--header)"

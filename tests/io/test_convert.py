@@ -249,6 +249,15 @@ def test_remedies_for_another_table_are_those_that_its_reader_has(table, target)
                        ("c", "'c' is none of the classes a, b. Remove the line$")):  # fmt: skip
         with pytest.raises(DataError, match=said):
             convert_like(table(f"u,kind\n1,{cell}\n"), target, known, targets=True, classes=["a", "b"])
+    for first, said in (
+        ("u,kind\n", "line 2, column u: 'x' is not a number$"),
+        ("", "have no header: remove the first"),
+    ):
+        convert(table(f"{first}1,2\n2,3\n"), target, overwrite=True)
+        with h5py.File(target) as file:
+            known = json.loads(file["x"].attrs["pmm3d_table"])
+        with pytest.raises(DataError, match=said):
+            convert_like(table(f"u,kind\n{'x,1' if first else '2,3'}\n"), target, known, targets=True)
 
 
 def test_texts_become_columns_of_categories(table, target):

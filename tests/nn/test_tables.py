@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import signal
 
@@ -13,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 from training_runs import fails, signal_at
 
 from pmm3d import Grid
-from pmm3d.io import Checkpoints, convert
+from pmm3d.io import Checkpoints, DataSet, convert
 from pmm3d.nn.training import Trainer
+from pmm3d.nn.training.samples import unlike
 
 pytestmark = [pytest.mark.deadline(240), pytest.mark.parallel([2])]
 SITES = {"north": 1.0, "south": 1.3}
@@ -260,6 +262,18 @@ def test_without_standardising_there_is_a_warning_and_the_bits_of_any_other_file
     table.comm.barrier()
     table.finish(config(table, "plain", file="plain.h5", **options))
     table.assert_same_weights("off", "plain")
+    for values, said in (
+        ([1e-4, 2e-4], "differ from 1 by orders"),
+        ([1e-4, 1], "columns of .* differ by"),
+        ([1, 2], ""),
+    ):
+        with Grid(table.comm, "ddp") as grid:
+            if grid.rank == 0:
+                with h5py.File(folder / "some.h5", "w") as file:
+                    file["x"], file["y"] = np.ones((4, 2)) * values, np.ones((4, 1))
+            grid.comm.barrier()
+            with DataSet(grid, folder / "some.h5") as data:
+                assert bool(re.search(said, unlike(data))) and bool(said) == bool(unlike(data))
     table.finish(config(table, "on", "standardize = true", file="plain.h5", **options))
     table.finish(config(table, "table", **options))
     table.assert_same_weights("on", "table")

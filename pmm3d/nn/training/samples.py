@@ -85,12 +85,12 @@ def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
     if data.table is not None if wanted is None else wanted:
         return data.scaling(rows)
     with data.grid.collective_call("training", always=True):
-        if data.grid.rank == 0 and (found := _unlike(data)):
+        if data.grid.rank == 0 and (found := unlike(data)):
             logger.warning(f"{data.path}: {found}. Such a network rarely learns: set data.standardize = true")
     return None
 
 
-def _unlike(data: DataSet) -> str:
+def unlike(data: DataSet) -> str:
     """Return a text about columns that differ by orders of magnitude from each other or from 1; "" if none do."""
     for dataset, names in ((data.inputs, data.columns), (data.targets, data.target_names)):
         if dataset is data.targets and data.labelled:
