@@ -1,7 +1,8 @@
 """Facts beside weights and data: what no shape shows, such as heads, columns and the tokenizer; and their comparison.
 
 Facts are a flat mapping. `facts_of` returns those of a network ("network.heads"), and `DataSet.facts` and
-`TokenDataSet.facts` those of a file ("columns", "classes", "tokenizer"). Checkpoints and exported files contain them.
+`TokenDataSet.facts` those of a file ("columns", "targets", "classes", "tokenizer"). Checkpoints and exported files
+contain them.
 """
 
 from __future__ import annotations

@@ -48,10 +48,13 @@ def test_a_run_ends_when_the_loss_no_longer_falls_and_keeps_the_best_checkpoint(
     assert losses_of(here, "ended") == losses
     here.assert_same_weights("whole", "ended")
 
-    here.finish(config(here, "kept", "patience = 3\nkeep = 50"))
-    earlier = here.folder / "kept" / "checkpoints" / f"step-{steps[steps.index(least) - 1]:08d}"
-    still = config(here, "kept", "patience = 3\nkeep = 50", lr="1e-30")
-    done = here.finish(still, "--resume", str(earlier))
+    each = "patience = 3\nkeep = 50\nevaluate_every = 1\ncheckpoint_every = 1"
+    here.finish(config(here, "kept", each, lr="0.005"))
+    losses = losses_of(here, "kept")
+    least = min(losses, key=losses.get)
+    assert least > 1
+    earlier = here.folder / "kept" / "checkpoints" / f"step-{least - 1:08d}"
+    done = here.finish(config(here, "kept", each, lr="1e-30"), "--resume", str(earlier))
     with Grid(comm, "ddp") as grid:
         [path] = Checkpoints(grid, here.folder / "kept" / "best").candidates()
         assert f"at step {int(path.name[5:])}, in " in done.stdout
