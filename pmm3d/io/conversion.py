@@ -166,13 +166,13 @@ def convert_like(
     targets   whether targets are read; without them, their columns may be missing
     classes   names of the classes, if targets are labels
     """
-    encoding, header = known["encoding"], None if known["header"] else False
+    encoding, header = known.get("encoding", "utf-8-sig"), None if known["header"] else False
     with _writing(source, target, overwrite=True) as file, opened(source, encoding) as text:
-        table = Table(source, text, header, known["delimiter"], known["inputs"])
+        table = Table(source, text, header, known.get("delimiter"), known["inputs"])
         chosen = table.selection_like(known, targets)
         labels: bool | Sequence[str] = classes if targets and classes else False
         found = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])
-        return _store(file, table, chosen, found, encoding, known["delimiter"])
+        return _store(file, table, chosen, found, encoding, known.get("delimiter"))
 
 
 @contextmanager
