@@ -90,8 +90,8 @@ def convert(
         Default: none.
     missing : str
         What is done with missing values of a CSV file, such as an empty cell, NA or NaN. "refuse" (default): an error.
-        "drop": the line is left out. "mean": a missing input becomes the mean of its column, and lines without a
-        target, a label or a group are left out.
+        "drop": the line is left out. "mean": a missing input becomes the mean of its column in all lines, and lines
+        without a target, a label or a group are left out. In a category, only an empty cell, NA and NaN are missing.
     header : bool or None
         Whether the first line of a CSV file names the columns. Default: it does if none of its cells is a number, or a
         text is above a number of the second line.
@@ -154,7 +154,7 @@ def convert(
             table = Table(Path(source), text, header, delimiter)
             chosen = table.selection(inputs, targets, group_column, categories)
             found = table.read(chosen, dtype, classes=classes, missing=missing)
-        return _store(file, table, chosen, found)
+        return _store(file, table, chosen, found, encoding, delimiter)
 
 
 def convert_like(
@@ -166,12 +166,13 @@ def convert_like(
     targets   whether targets are read; without them, their columns may be missing
     classes   names of the classes, if targets are labels
     """
-    with _writing(source, target, overwrite=True) as file, opened(source, "utf-8-sig") as text:
-        table = Table(source, text, None, None)
+    encoding, header = known.get("encoding", "utf-8-sig"), None if known["header"] else False
+    with _writing(source, target, overwrite=True) as file, opened(source, encoding) as text:
+        table = Table(source, text, header, known.get("delimiter"), known["inputs"])
         chosen = table.selection_like(known, targets)
         labels: bool | Sequence[str] = classes if targets and classes else False
         found = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])
-        return _store(file, table, chosen, found)
+        return _store(file, table, chosen, found, encoding, known.get("delimiter"))
 
 
 @contextmanager
@@ -186,7 +187,9 @@ def _writing(source: Path, target: Path, overwrite: bool) -> Iterator[h5py.File]
         raise DataError(f"cannot convert {source} to {target}: {reason(error)}") from None
 
 
-def _store(file: h5py.File, table: Table, chosen: Selection, found: Contents) -> Converted:
+def _store(
+    file: h5py.File, table: Table, chosen: Selection, found: Contents, encoding: str, delimiter: str | None
+) -> Converted:
     """Write the contents of a table, and return their description."""
     columns, of_targets = found.columns if table.header else None, [table.names[at] for at in chosen.targets]
     for name, values in ((INPUTS, found.inputs), (TARGETS, found.targets), (GROUPS, found.groups)):
@@ -201,6 +204,8 @@ def _store(file: h5py.File, table: Table, chosen: Selection, found: Contents) ->
     file[INPUTS].attrs[TABLE] = json.dumps(
         {
             "header": table.header,
+            "encoding": encoding,
+            "delimiter": delimiter,
             "columns": table.names,
             "inputs": [table.names[at] for at in chosen.inputs],
             "targets": of_targets,

@@ -74,8 +74,8 @@ class DataSet(Batched):
     table : dict or None
         Description of the table from which `pmm3d convert` made the samples, by which other tables are converted.
     facts : dict of str to list of str
-        Names that are compared with those of stored weights: "columns", and "classes" in the order of the numbers in
-        batches. Names that the file lacks are left out.
+        Names that are compared with those of stored weights: "columns", "targets" that are values, and "classes" in the
+        order of the numbers in batches. Names that the file lacks are left out.
     fingerprint : str
         Digest of names, shapes, types, class names, and of all values, or of some rows if there are many. It is the
         same on every rank and grid.
@@ -136,7 +136,8 @@ class DataSet(Batched):
             self.target_names = None if self.labelled else columns_of(self.targets)
             self.table: dict[str, Any] | None = json.loads(self.inputs.attrs.get(TABLE, "null"))
             named = list(map(str, classes)) if isinstance(classes, (list, tuple)) else self.class_names
-            self.facts = {name: texts for name, texts in (("columns", self.columns), ("classes", named)) if texts}
+            known = ("columns", self.columns), ("targets", self.target_names), ("classes", named)
+            self.facts = {name: texts for name, texts in known if texts}
             self.numbering: np.ndarray | None = None
             self.classes = self._known_classes(classes)
             if self.labelled and self.classes is None:
@@ -258,8 +259,9 @@ class DataSet(Batched):
             The rows to train on, a part of `split`.
         """
         scales = [
-            column_scale(self.grid, self.file, dataset, rows, self.dtype)
-            for dataset in (self.inputs, *([] if self.labelled else [self.targets]))
+            column_scale(self.grid, self.file, dataset, rows, self.dtype, names)
+            for dataset, names in ((self.inputs, self.columns), (self.targets, self.target_names))
+            if dataset is self.inputs or not self.labelled
         ]
         return Scaling(*scales)
 

@@ -165,10 +165,22 @@ class Loader(AbstractContextManager["Loader"]):
         self.epoch, self.batch, self._handed_out = self.epoch + 1, 0, 0
 
     def standardize(self, scaling: Scaling | None) -> None:
-        """Standardise the batches from now on; None: do not."""
+        """Standardise the batches from now on; None: do not.
+
+        Raises DataError, on every rank, for scales of other numbers of columns, or of targets that are labels.
+        """
+        scales = scaling or (None, None)
+        with self.data.grid.collective_call("Loader.standardize", always=True):
+            for source, scale in zip(self._sources, scales):
+                wanted = 0 if source.dtype == "int64" else source.width
+                if scale is not None and len(scale.mean) != wanted:
+                    raise DataError(
+                        f"{self.data.path}: scales of {len(scale.mean)} columns, but data set {source.name!r} has "
+                        f"{wanted or 'labels'}: use the scales of this data, DataSet.scaling"
+                    )
         self._stop()
         self.scaling = scaling
-        for source, scale in zip(self._sources, scaling or (None, None)):
+        for source, scale in zip(self._sources, scales):
             source.scale = scale
 
     def whole_epoch(self) -> Iterator[tuple[DistMatrix, DistMatrix]]:
@@ -258,6 +270,12 @@ class Loader(AbstractContextManager["Loader"]):
                     f"the state belongs to other batches: {'; '.join(differ)}. Make the loader with the "
                     "former values, or restart the epoch with the new ones: load_state(state, "
                     "other_data=True)"
+                )
+            if not other_data and (self.scaling is None) != ("scaling" not in state):
+                raise DataError(
+                    f"the state is of batches that {'were' if 'scaling' in state else 'were not'} standardised, these "
+                    f"{'are' if self.scaling else 'are not'}: call Loader.standardize to match, or restart the epoch: "
+                    "load_state(state, other_data=True)"
                 )
             if not differ and state["batch"] > len(self):
                 raise DataError(f"the state is at batch {state['batch']}; an epoch has {len(self)}")

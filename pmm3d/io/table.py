@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from math import nan
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 DELIMITERS = ",;\t|"
 MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none", "?")
 """Cells without a value, in lower case."""
+NO_TEXT = ("", "na", "n/a", "#n/a", "<na>", "nan")
+"""Cells of a category without a value: "none" may be a text."""
 POLICIES = ("refuse", "drop", "mean")
 MOST_CATEGORIES = 1000
 """Largest number of different texts of a column that become columns."""
@@ -67,16 +69,21 @@ class Table:
     """A CSV file, which is read once, record by record.
 
     names    names of the columns; without a header, their indices as text
-    header   whether the first record contains the names
+    header   whether the first record contains the names; None: it does if it looks so, or has all of `wanted`
+    wanted   inputs of the table like which this one is converted
     """
 
-    def __init__(self, path: Path, file: TextIO, header: bool | None, delimiter: str | None):
-        self._path, self._guessed = path, header is None
+    def __init__(
+        self, path: Path, file: TextIO, header: bool | None, delimiter: str | None, wanted: Collection[str] = ()
+    ):
+        self._path, self._guessed, self._like = path, header is None, bool(wanted)
         self._records = _records(file, delimiter)
         head = list(islice(self._records, 2))
         if not head:
             raise DataError(f"{path} is empty")
         cells = head[0][1]
+        if header is None and wanted and {*wanted} <= {*cells}:
+            header = True
         self.header = _is_header(*(cells for _, cells in head)) if header is None else header
         self.names = cells if self.header else list(map(str, range(len(cells))))
         if twice := [name for name in cells if self.header and cells.count(name) > 1]:
@@ -166,20 +173,22 @@ class Table:
             )
         gaps = np.isnan(table)
         filling = missing == "mean" or (missing == "known" and means is not None)
-        self._refuse_gaps(gaps[:, len(chosen.inputs) :] if filling else gaps, missing, lines, place, len(labels))
-        bad = gaps[:, len(chosen.inputs) if filling else 0 :].any(1)
+        wide = len(chosen.inputs)
+        self._refuse_gaps(gaps[:, wide:] if filling else gaps, missing, lines, place, len(labels), wide)
+        bad = gaps[:, wide if filling else 0 :].any(1)
         table, lines = table[~bad], lines[~bad]
         if not len(table):
             raise DataError(f"{self._path}: each line has a missing value, so none is left")
-        inputs, names, known = self._expanded(chosen, texts, table, lines)
-        holes = np.isnan(inputs)
+        inputs, names, known = self._expanded(chosen, texts, table, lines, dtype)
+        filled: np.ndarray | None = None
         if filling:
+            holes = np.isnan(inputs)
             if means is None and holes.all(0).any():
                 raise DataError(
                     f"{self._path}, column {names[int(holes.all(0).argmax())]} has no value: leave it out (--inputs)"
                 )
-            means = np.nanmean(inputs, axis=0).tolist() if means is None else list(means)
-            inputs = np.where(holes, means, inputs)
+            filled = np.asarray(np.nanmean(inputs, axis=0, dtype=np.float64) if means is None else means)
+            inputs[holes] = np.broadcast_to(filled, inputs.shape)[holes]
         numbers = {at: table[:, place[at]] for at in [*labels, *chosen.groups]}
         coded = {
             at: numbered(
@@ -188,42 +197,49 @@ class Table:
                 numbers[at].astype(np.int64),
                 classes if at in labels else True,
                 lambda row: f"line {lines[row]}",
+                *(["Remove the line"] if missing == "known" else []),
             )
             for at in numbers
         }
-        first = len(chosen.inputs)
-        values = table[:, first : first + len(chosen.targets)].astype(dtype) if chosen.targets else None
+        values = table[:, wide : wide + len(chosen.targets)].astype(dtype) if chosen.targets else None
         return Contents(
-            inputs.astype(dtype),
+            inputs,
             coded[labels[0]][0] if labels else values,
             coded[chosen.groups[0]][0] if chosen.groups else None,
             names,
             known,
-            None if means is None else [float(mean) for mean in means],
+            None if filled is None else filled.tolist(),
             coded[labels[0]][1] if labels else None,
             int(bad.sum()),
             int(gaps[~bad].sum()),
         )
 
     def _expanded(
-        self, chosen: Selection, texts: Mapping[int, dict[str, int]], table: np.ndarray, lines: np.ndarray
+        self, chosen: Selection, texts: Mapping[int, dict[str, int]], table: np.ndarray, lines: np.ndarray, dtype: str
     ) -> tuple[np.ndarray, list[str], dict[str, list[str]]]:
         """Return the inputs with a column for each text of a category, the names of the columns, and the texts of each
         category. Missing values are NaN."""
         import numpy as np
 
-        columns, names, known = list[Any](), list[str](), dict[str, list[str]]()
+        names, known = list[str](), dict[str, list[str]]()
         for number, at in enumerate(chosen.inputs):
-            name, values = self.names[at], table[:, number, None]
-            if at not in chosen.categories:
-                columns.append(values)
+            if at in chosen.categories:
+                known[self.names[at]] = self._order(at, texts[at], table[:, number], lines, chosen.categories)
+        inputs = np.zeros((len(table), len(chosen.inputs) - len(known) + sum(map(len, known.values()))), dtype)
+        for number, at in enumerate(chosen.inputs):
+            name, values, first = self.names[at], table[:, number], len(names)
+            if name not in known:
+                inputs[:, first] = values
                 names.append(name)
                 continue
-            known[name] = self._order(at, texts[at], table[:, number], lines, chosen.categories)
-            hot = (values == [texts[at].get(text, -1) for text in known[name]]).astype(float)
-            columns.append(np.where(np.isnan(values), nan, hot))
             names += [f"{name}={text}" for text in known[name]]
-        return np.concatenate(columns, axis=1), names, known
+            rows, place = np.flatnonzero(~np.isnan(values)), np.zeros(len(texts[at]), np.int64)
+            for column, text in enumerate(known[name], first):
+                if text in texts[at]:
+                    place[texts[at][text]] = column
+            inputs[rows, place[values[rows].astype(np.int64)]] = 1
+            inputs[np.isnan(values), first : len(names)] = nan
+        return inputs, names, known
 
     def _order(
         self,
@@ -255,7 +271,7 @@ class Table:
         return [*order]
 
     def _refuse_gaps(
-        self, gaps: np.ndarray, missing: str, lines: np.ndarray, place: dict[int, int], labels: int
+        self, gaps: np.ndarray, missing: str, lines: np.ndarray, place: dict[int, int], labels: int, inputs: int
     ) -> None:
         import numpy as np
 
@@ -264,14 +280,16 @@ class Table:
         row, number = np.argwhere(gaps)[0]
         number += len(place) - gaps.shape[1]
         name = next(self.names[at] for at, column in place.items() if column == number)
-        label = " If it is a class, list all classes with classes=[...] (--class-names)." if labels else ""
+        asked = labels and missing == "refuse"
+        label = " If it is a class, list all classes with classes=[...] (--class-names)." if asked else ""
         remedy = (
             "missing='drop' (--missing drop) leaves such lines out; missing='mean' (--missing mean) replaces missing "
             "inputs by the mean of their column"
             if missing == "refuse"
-            else "Fill it, or remove the line. If the training data are converted with --missing mean, missing inputs "
-            "are replaced here too"
+            else "Fill it, or remove the line"
         )
+        if missing == "known" and number < inputs:
+            remedy += ". If the training data are converted with --missing mean, missing inputs are replaced here too"
         raise DataError(f"{self._path}, line {lines[row]}, column {name}: the value is missing.{label} {remedy}")
 
     def _cells(
@@ -293,7 +311,8 @@ class Table:
                 )
             cells: list[str | float] = [*record]
             for at, seen in texts.items():
-                gap = record[at].lower() in MISSING and record[at] not in given.get(at, ())
+                absent = NO_TEXT if at in chosen.categories else MISSING
+                gap = record[at].lower() in absent and record[at] not in given.get(at, ())
                 cells[at] = nan if gap else seen.setdefault(record[at], len(seen))
             try:
                 numbers = [float(cells[at]) for at in used]
@@ -312,7 +331,11 @@ class Table:
         try:
             return float(cell)
         except ValueError:
-            if at in chosen.targets:
+            if self._like:
+                hint = (
+                    ". The training data have no header: remove the first line" if line == 1 and not self.header else ""
+                )
+            elif at in chosen.targets:
                 hint = "; labels of classes need classes=True (--classes)"
             elif line == 1 and self._guessed:
                 hint = ". If the first line names the columns, give header=True (--header)"
@@ -404,7 +427,12 @@ def in_order(labels: Iterable[str]) -> list[str]:
 
 
 def numbered(
-    source: str, labels: list[str], places: np.ndarray, classes: bool | Sequence[str], where: Callable[[int], str]
+    source: str,
+    labels: list[str],
+    places: np.ndarray,
+    classes: bool | Sequence[str],
+    where: Callable[[int], str],
+    remedy: str = "Remove the row, or list all classes with classes=[...] (--class-names)",
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Return the class number of each row, and class name -> number of samples in the order of class numbers.
 
@@ -420,10 +448,7 @@ def numbered(
         if (not given and label.lower() in MISSING) or (given and label not in given):
             known = f"is none of the classes {', '.join(given)}" if given else "is no label"
             row = int(np.argmax(places == labels.index(label)))
-            raise DataError(
-                f"{source}, {where(row)}: {label!r} {known}. Remove the row, or list all classes with "
-                "classes=[...] (--class-names)"
-            )
+            raise DataError(f"{source}, {where(row)}: {label!r} {known}. {remedy}")
     order = given or in_order(present)
     number = {label: index for index, label in enumerate(order)}
     numbers = np.array([number.get(label, -1) for label in labels], np.int64)[places]

@@ -388,7 +388,7 @@ def load_weights(
     optimizer : Optimizer or None
         As in `import_torch`.
     accept : collection of str
-        Facts that may differ: "network", "columns", "classes", "tokenizer". Rank 0 logs the differences.
+        Facts that may differ: "network", "columns", "targets", "classes", "tokenizer". Rank 0 logs the differences.
     facts : mapping or None
         Facts of your data, such as `data.facts` of a `DataSet`. Default: only facts of the network are compared.
 

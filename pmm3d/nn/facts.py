@@ -1,7 +1,8 @@
 """Facts beside weights and data: what no shape shows, such as heads, columns and the tokenizer; and their comparison.
 
 Facts are a flat mapping. `facts_of` returns those of a network ("network.heads"), and `DataSet.facts` and
-`TokenDataSet.facts` those of a file ("columns", "classes", "tokenizer"). Checkpoints and exported files contain them.
+`TokenDataSet.facts` those of a file ("columns", "targets", "classes", "tokenizer"). Checkpoints and exported files
+contain them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ BATCHES = ("data", "samples", "rows", "batch_size", "shuffle", "seed", "drop_las
 """Keys of a loader's state that define the rows of each batch; "data" is the fingerprint of their contents."""
 REMEDY = {"network": "Restore the settings", "data": "Restore the settings and the data",
           "columns": "Give the columns of the training data, in their order",
+          "targets": "Give the targets of the training data, in their order",
           "classes": "Convert the data with the same --class-names",
           "tokenizer": "Use a file that was converted with the same tokenizer"}  # fmt: skip
 """Kind of a difference -> remedy."""

@@ -100,10 +100,16 @@ def evaluate_command(
     file: Annotated[Path, typer.Argument(help="File of samples and their targets: HDF5, .npz, .csv, .tsv or .txt.")],
     inputs: Annotated[
         str | None,
-        typer.Option(help="Name of the data set, or array, of samples. Default: data.inputs of the run; for .npz, x."),
+        typer.Option(
+            help="Name of the data set of samples, or of their array in a .npz file. Default: data.inputs of the run; "
+            "for .npz, x."
+        ),
     ] = None,
     targets: Annotated[
-        str | None, typer.Option(help="Name of the data set, or array, of targets. Default: data.targets of the run.")
+        str | None,
+        typer.Option(
+            help="Name of the data set of targets, or of their array in a .npz file. Default: data.targets of the run."
+        ),
     ] = None,
     batch_size: Annotated[
         int | None,

@@ -120,9 +120,9 @@ def size(least: int, text: str, most: int = MOST) -> Any:
 
 
 Accept = Annotated[list[str] | None, typer.Option(
-    callback=one_of("network", "data", "columns", "classes", "tokenizer"),
-    help="network, data, columns, classes or tokenizer, which may differ from those of the checkpoint or of the "
-         "training data. Otherwise a difference is an error. Repeatable.")]  # fmt: skip
+    callback=one_of("network", "data", "columns", "targets", "classes", "tokenizer"),
+    help="network, data, columns, targets, classes or tokenizer, which may differ from those of the checkpoint or of "
+         "the training data. Otherwise a difference is an error. Repeatable.")]  # fmt: skip
 """Option of the names in `nn.facts.ACCEPTED`."""
 
 

@@ -172,10 +172,11 @@ def test_bad_options(table, target, options, said):
     assert not target.exists()
 
 
-MISSING = ["", "NaN", "NA", "n/a", "None", "#N/A", "-nan"]
+MISSING = ["", "NaN", "NA", "n/a", "#N/A", "None", "-nan"]
+NO_TEXT = MISSING[:5]
 
 
-@looped("cell", MISSING)
+@looped("cell", NO_TEXT)
 def test_missing_values_are_left_out_or_replaced(table, target, cell):
     path = table(f"u,v,site,y\n1,4,a,7\n{cell},5,b,8\n3,6,{cell},9\n4,8,a,{cell}\n")
     options = {"categories": "site", "overwrite": True}
@@ -217,10 +218,54 @@ def test_another_table_is_converted_as_the_first(table, target, tmp_path):
             convert_like(path, other, found[0], targets=targets)
 
 
+KNOWN = [  # first table, its options, another table, whether targets are read, its inputs
+    ("400,410,y\n1.5,2,5\n", {}, "400,410\n3,4\n", False, [[3, 4]]),
+    ("400,410,420\n1.5,2,5\n", {"header": True}, "410,400,9\n4,3,7\n", False, [[3, 4]]),
+    ("1.5,2,5\n2,3,6\n", {}, "0,1,2\n3,4,7\n", True, [[0, 1], [3, 4]]),
+    ("é;ü;y\n1;2;5\n", {"encoding": "latin-1"}, "ü;é\n4;3\n", False, [[3, 4]]),
+    ("a:b:y\n1:2:5\n", {"delimiter": ":"}, "b:a\n4:3\n", False, [[3, 4]]),
+]
+
+
+@looped("first, options, second, targets, inputs", KNOWN)
+def test_header_encoding_and_delimiter_of_another_table_are_those_of_the_first(
+    tmp_path, target, first, options, second, targets, inputs
+):
+    path = tmp_path / "table.csv"
+    path.write_text(first, encoding=options.get("encoding", "utf-8"))
+    convert(path, target, overwrite=True, **options)
+    with h5py.File(target) as file:
+        known = json.loads(file["x"].attrs["pmm3d_table"])
+    path.write_text(second, encoding=options.get("encoding", "utf-8"))
+    convert_like(path, target, known, targets=targets)
+    assert written(target)["x"].tolist() == inputs
+
+
+def test_remedies_for_another_table_are_those_that_its_reader_has(table, target):
+    convert(table("u,kind\n1,a\n2,b\n"), target, classes=True)
+    with h5py.File(target) as file:
+        known = json.loads(file["x"].attrs["pmm3d_table"])
+    for cell, said in (("", "column kind: the value is missing. Fill it, or remove the line$"),
+                       ("c", "'c' is none of the classes a, b. Remove the line$")):  # fmt: skip
+        with pytest.raises(DataError, match=said):
+            convert_like(table(f"u,kind\n1,{cell}\n"), target, known, targets=True, classes=["a", "b"])
+    for first, said in (
+        ("u,kind\n", "line 2, column u: 'x' is not a number$"),
+        ("", "have no header: remove the first"),
+    ):
+        convert(table(f"{first}1,2\n2,3\n"), target, overwrite=True)
+        with h5py.File(target) as file:
+            known = json.loads(file["x"].attrs["pmm3d_table"])
+        with pytest.raises(DataError, match=said):
+            convert_like(table(f"u,kind\n{'x,1' if first else '2,3'}\n"), target, known, targets=True)
+
+
 def test_texts_become_columns_of_categories(table, target):
     done = convert(table("n,site,y\n1,b,2\n3,10,4\n5,9,6\n7,b,8\n"), target, categories=["site"])
     assert done.columns == ["n", "site=9", "site=10", "site=b"]
     assert written(target)["x"].tolist() == [[1, 0, 0, 1], [3, 0, 1, 0], [5, 1, 0, 0], [7, 0, 0, 1]]
+    done = convert(table("site,y\nnone,1\nNone,2\nnull,3\n"), target, categories="site", overwrite=True)
+    assert done.columns == ["site=None", "site=none", "site=null"]
     many = table("site,y\n" + "".join(f"s{number},1\n" for number in range(1001)))
     with pytest.raises(DataError, match="1,001 different texts, too many.*--inputs"):
         convert(many, target, categories="site", overwrite=True)

@@ -190,6 +190,14 @@ def test_the_rate_that_is_logged_is_that_of_the_step(small, shared_path):
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01, 0.01, 0.01])
 
 
+def test_figures_of_a_validation_that_are_not_finite_are_null(tmp_path):
+    log = RunLog(tmp_path, rank=0)
+    log.open(0, 1)
+    log.validation(1, 1, {"loss": 0.5, "r2 of constant": np.nan})
+    log.close()
+    assert '"validation": {"loss": 0.5, "r2 of constant": null}' in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_progress_is_one_line_of_a_terminal(tmp_path, monkeypatch):
     """Messages are printed above it."""
     terminal = io.StringIO()

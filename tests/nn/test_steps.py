@@ -14,7 +14,7 @@ from pmm3d.io import DataSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import NonFiniteLossError, Recipe, Trainer, TrainState, evaluate
-from pmm3d.nn.training.evaluation import first_non_finite
+from pmm3d.nn.training.evaluation import Evaluation, first_non_finite
 from pmm3d.nn.training.signals import END, SAVE
 from pmm3d.nn.training.step import Agreed, step_agreement, train_step
 
@@ -218,6 +218,12 @@ def test_metrics_of_ones_own_are_means_over_rows(grid):
     assert set(own) == {"loss", "top 2"}  # other scores would need to interpret the labels
     with pytest.raises(Pmm3dError, match="metrics: an evaluation already has accuracy"):
         evaluate(net, batches, nn.cross_entropy, {"accuracy": in_two})
+    with pytest.raises(Pmm3dError, match="metrics: an evaluation already has r2 of a"):
+        Evaluation(net, nn.mse, {"r2 of a": in_two}, ["a", "b"])
+    losses = evaluate(net, batches, nn.cross_entropy, {"tensor": nn.cross_entropy})
+    assert losses["tensor"] == pytest.approx(losses["loss"], rel=1e-6)
+    with pytest.raises(Pmm3dError, match="metrics: text: a metric returns a number or a 1 x 1 tensor, not str"):
+        evaluate(net, batches, nn.cross_entropy, {"text": lambda out, y: "1 m"})
 
 
 @two

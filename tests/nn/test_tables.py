@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import signal
 
@@ -9,12 +10,13 @@ import h5py
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from training_runs import fails, signal_at
 
 from pmm3d import Grid
-from pmm3d.io import Checkpoints, convert
+from pmm3d.io import Checkpoints, DataSet, convert
 from pmm3d.nn.training import Trainer
+from pmm3d.nn.training.samples import unlike
 
 pytestmark = [pytest.mark.deadline(240), pytest.mark.parallel([2])]
 SITES = {"north": 1.0, "south": 1.3}
@@ -103,6 +105,14 @@ def test_a_table_in_physical_units_is_predicted_in_these(table):
         table.comm.barrier()
         fails(table.run("predict", str(folder / "run"), str(folder / "odd.csv"), "--out", str(folder / "o.csv")), text)
     fails(table.run("evaluate", str(folder / "run"), str(folder / "odd.csv")), "has no column 'heat flux'")
+    if table.comm.rank == 0:
+        options = {"targets": ["yield", "heat flux"], "categories": "site", "missing": "mean"}
+        convert(folder / "lab.csv", folder / "swapped.h5", **options)
+    table.comm.barrier()
+    fails(table.run("evaluate", str(folder / "run"), str(folder / "swapped.h5")), "--accept targets")
+    other = config(table, "other", f'validation_file = "{folder}/swapped.h5"')
+    fails(table.train(other), "targets was ['heat flux', 'yield'], is ['yield', 'heat flux']")
+    fails(table.run("evaluate", str(folder / "run"), str(folder / "lab.csv"), "--targets", "yield"), "leave it out")
 
 
 def test_an_exported_network_takes_and_returns_the_units_of_the_table(table):
@@ -169,10 +179,27 @@ def test_initial_weights_bring_their_scales(table):
     assert scales_of(table, "second") == scales_of(table, "first") is not None
     assert table.run("export", str(folder / "first"), str(folder / "w.safetensors")).returncode == 0
     third = config(table, "third", training=f'weights = "{folder}/w.safetensors"', **options)
-    fails(table.train(third), "a network without standardised samples: set data.standardize = false")
+    fails(table.train(third), "name this run or its checkpoint")
     raw = config(table, "third", "standardize = false", training=f'weights = "{folder}/w.safetensors"', **options)
     table.finish(raw)
     assert scales_of(table, "third") is None
+    if table.comm.rank == 0:
+        save_file(load_file(folder / "w.safetensors"), folder / "torch.safetensors")
+        shutil.copy(folder / "lab.h5", folder / "classes.h5")
+        with h5py.File(folder / "classes.h5", "r+") as file:
+            labels = (file["y"][:, 0] > 1000).astype(int)
+            del file["y"]
+            file["y"] = labels
+    table.comm.barrier()
+    fourth = config(table, "fourth", training=f'weights = "{folder}/torch.safetensors"', **options)
+    assert "the scales of the samples are those of this run's rows" in table.finish(fourth).stderr
+    assert scales_of(table, "fourth") is not None
+    labels = config(table, "labels", training=f'weights = "{folder}/first"', file="classes.h5", **options)
+    table.finish(labels)
+    assert scales_of(table, "labels") == scales_of(table, "first") | {"targets": None}
+    back = config(table, "back", training=f'weights = "{folder}/labels"', **options)
+    table.finish(back)
+    assert scales_of(table, "back")["targets"] is not None
 
 
 OWN = """
@@ -187,6 +214,15 @@ def largest(output, y):
 
 def broken(output, y):
     return output.no_such
+
+def text(output, y):
+    return "1 m"
+
+def on_one_rank(output, y):
+    return 1 / output.grid.rank
+
+def square(output, y):
+    return nn.mean(nn.mean((output - y) * (output - y), 1), 0)
 """
 
 
@@ -195,10 +231,10 @@ def test_a_loss_and_metrics_of_ones_own(table):
     if table.comm.rank == 0:
         (table.folder / "own.py").write_text(OWN)
     folder = table.folder
-    lines = f'loss = "{folder}/own.py:asymmetric"\nmetrics = ["{folder}/own.py:largest"]'
+    lines = f'loss = "{folder}/own.py:asymmetric"\nmetrics = ["{folder}/own.py:largest", "{folder}/own.py:square"]'
     done = table.finish(config(table, "own", epochs=15, training=lines, grid='shape = "1x2x1"'))
     [figures] = [line["validation"] for line in table.metrics("own") if "validation" in line][-1:]
-    assert set(figures) == {"loss", "largest", "r2", "r2 of heat flux", "r2 of yield"} and figures["r2"] > 0.5
+    assert set(figures) == {"loss", "largest", "square", "r2", "r2 of heat flux", "r2 of yield"} and figures["r2"] > 0.5
     assert "by the loss " in done.stderr and "memory is not predicted" not in done.stderr
     done = table.run("predict", str(folder / "own"), str(folder / "lab.csv"), "--out", str(folder / "own.h5"))
     with h5py.File(folder / "own.h5") as out, h5py.File(folder / "lab.h5") as data:
@@ -207,6 +243,8 @@ def test_a_loss_and_metrics_of_ones_own(table):
     assert done.returncode == 0 and "largest " in done.stdout, done.stderr
     for training, text in (
         (f'loss = "{folder}/own.py:gone"', "has no function gone; it has asymmetric, largest, broken"),
+        (f'metrics = ["{folder}/own.py:text"]', "own.py:text raised an error: TypeError: a metric returns a number"),
+        (f'metrics = ["{folder}/own.py:on_one_rank"]', "own.py, line 18)"),
         (f'loss = "{folder}/own.py:broken"', "own.py, line 12)"),
         (f'metrics = ["{folder}/own.py:r2"]', "must differ, also from loss, accuracy and r2"),
     ):
@@ -224,6 +262,18 @@ def test_without_standardising_there_is_a_warning_and_the_bits_of_any_other_file
     table.comm.barrier()
     table.finish(config(table, "plain", file="plain.h5", **options))
     table.assert_same_weights("off", "plain")
+    for values, said in (
+        ([1e-4, 2e-4], "differ from 1 by orders"),
+        ([1e-4, 1], "columns of .* differ by"),
+        ([1, 2], ""),
+    ):
+        with Grid(table.comm, "ddp") as grid:
+            if grid.rank == 0:
+                with h5py.File(folder / "some.h5", "w") as file:
+                    file["x"], file["y"] = np.ones((4, 2)) * values, np.ones((4, 1))
+            grid.comm.barrier()
+            with DataSet(grid, folder / "some.h5") as data:
+                assert bool(re.search(said, unlike(data))) and bool(said) == bool(unlike(data))
     table.finish(config(table, "on", "standardize = true", file="plain.h5", **options))
     table.finish(config(table, "table", **options))
     table.assert_same_weights("on", "table")

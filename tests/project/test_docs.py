@@ -139,7 +139,7 @@ def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(co
             f'network = "{shared_path}/model.py:build"\noptimizer = "{shared_path}/lion.py:Lion"\n'
             f'[data]\nfile = "{shared_path}/data.h5"\nbatch_size = 32\n'
             f'[training]\nfolder = "{shared_path}/run"\nsteps = 3\nlog_every = 1\n'
-            f'loss = "{shared_path}/own.py:asymmetric"\nmetrics = ["{shared_path}/own.py:largest"]\n'
+            f'loss = "{shared_path}/own.py:asymmetric"\nmetrics = ["{shared_path}/own.py:absolute"]\n'
         )
     comm.barrier()
     done = run_here(comm, "train", str(shared_path / "x.toml"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,14 @@ def local_loss(result: Tensor) -> float:
     return float(local[0, 0]) if local.size and result.layout.is_first(grid.shape.position(grid.rank)) else 0.0
 
 
+def number_of(value: Any) -> float:
+    """Return the number that a metric returned; collective for a tensor. Raises TypeError for anything else."""
+    try:
+        return float(value.gather()[0, 0] if isinstance(value, Tensor) and value.shape == (1, 1) else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"a metric returns a number or a 1 x 1 tensor, not {type(value).__name__}") from None
+
+
 class Evaluation:
     """Means over the rows of batches. Call `add` in `network.evaluating()`. Rows with ignored labels do not count in
     the loss. Raises Pmm3dError for a metric that has the name of another figure.
@@ -54,7 +63,7 @@ class Evaluation:
     def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None, targets: Sequence[str] = ()):
         self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
         self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
-        if taken := sorted({"loss", "accuracy", "r2"} & set(self._metrics)):
+        if taken := sorted({"loss", "accuracy", "r2", *(f"r2 of {name}" for name in targets)} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
         self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0, False
         self.score, self._targets = scores.R2(), targets if 1 < len(targets) <= MOST_NAMED else ()
@@ -75,7 +84,12 @@ class Evaluation:
         """Add a batch, from the output of the network."""
         grid, rows, out = self._network.grid, out.shape[0], summed(out)
         for name, metric in self._metrics.items():
-            self._means[name] += float(metric(out, y)) * rows
+            with self._network.whole.collective_call("evaluate", name, always=True):
+                try:
+                    value = number_of(metric(out, y))
+                except TypeError as error:
+                    raise Pmm3dError(f"metrics: {name}: {error}") from error
+            self._means[name] += value * rows
         with Tape.of(grid).set(summing=False):
             step = losses.WholeStep(grid, [y])
             result = step.loss(self._loss, 0, out)
@@ -129,7 +143,7 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
     loss : callable
         loss(output, y) -> Tensor, 1 x 1.
     metrics : mapping or None
-        Name -> function (output, y) -> float of a batch. Default: none.
+        Name -> function (output, y) -> number or 1 x 1 tensor of a batch. Default: none.
 
     Returns
     -------

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -35,7 +36,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 SCALED = "scaling"
-"""Key of the scales in the metadata, if they are not part of the weights."""
+"""Key of the scales in the metadata; None if samples have the units of the data."""
 
 
 def export_checkpoint(
@@ -60,7 +61,8 @@ def export_checkpoint(
                 )
         scaling = None if known is None else known.scaling
         if known is None or of_torch:
-            _export_matrices(grid, keeper, found, target, scaling)
+            said = {} if known is None else {SCALED: scaling and scaling.state()}
+            _export_matrices(grid, keeper, found, target, said)
             contained = False
         else:
             contained = _export_network(grid, keeper, found, known, target, names)
@@ -80,8 +82,12 @@ def _export_network(
     made = network_of(config, grid, known.samples)
     fill_weights(made, found, keeper)
     contained = known.scaling is not None and put_scales_into_weights(made, known.scaling)
-    said = {"network": config.settings()["network"], SAMPLES: known.samples.model_dump(), FACTS: known.facts}
-    said |= {SCALED: known.scaling.state()} if known.scaling is not None and not contained else {}
+    said: dict[str, Any] = {
+        "network": config.settings()["network"],
+        SAMPLES: known.samples.model_dump(),
+        FACTS: known.facts,
+    }
+    said[SCALED] = None if known.scaling is None or contained else known.scaling.state()
     export_torch(made, target, {OWN: json.dumps(said)}, names=names)
     return contained
 
@@ -107,8 +113,8 @@ def put_scales_into_weights(network: Module, scaling: Scaling) -> bool:
     return True
 
 
-def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path, scaling: Scaling | None) -> None:
-    """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices."""
+def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path, said: Mapping[str, Any]) -> None:
+    """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices. said: metadata."""
     entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
     matrices = {
@@ -124,7 +130,5 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
         weights,
         transpose=weights.keys() - vectors,
         vectors=vectors,
-        metadata={
-            OWN: json.dumps({FACTS: facts_in(found.meta), **({} if scaling is None else {SCALED: scaling.state()})})
-        },
+        metadata={OWN: json.dumps({FACTS: facts_in(found.meta), **said})},
     )

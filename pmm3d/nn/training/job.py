@@ -162,34 +162,49 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 
 
 def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
-    """Load initial weights, and the scales of the samples that they were trained with."""
+    """Load initial weights, and the scales of the samples that they were trained with. Return a line for the log."""
     from ...io.scaling import Scaling
     from ..exchange import load_weights
 
     found = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
     with run.grid.collective_call("training", str(path), always=True):
         state = _scales_in(found) if run.grid.rank == 0 else None
-    scaling = Scaling.of(run.grid.comm.bcast(state))
+    known, raw, targets = run.grid.comm.bcast(state)
+    scaling, here = Scaling.of(known), run.loader.scaling
     with run.grid.collective_call("training", str(path), always=True):
-        if (scaling is None) != (run.loader.scaling is None):
-            with_or_without, wanted = ("without", "false") if scaling is None else ("with", "true")
+        if scaling is not None and here is None:
             raise Pmm3dError(
-                f"training.weights = {path}: a network {with_or_without} standardised samples: set data.standardize = "
-                f"{wanted}"
+                f"training.weights = {path}: a network with standardised samples: set data.standardize = true"
             )
+        if raw and here is not None:
+            raise Pmm3dError(
+                f"training.weights = {path}: a network for samples in the units of the data. If it was exported from a "
+                "run with standardised samples, name this run or its checkpoint; else set data.standardize = false"
+            )
+    if scaling is None or here is None:
+        return "loaded" if here is None else "loaded; the scales of the samples are those of this run's rows"
+    fits = scaling.targets is not None and here.targets is not None
+    fits = fits and targets in (None, run.loader.data.facts.get("targets", targets))
+    scaling = Scaling(scaling.inputs, scaling.targets if fits else here.targets)
     for loader in (run.loader, *([] if run.validation is None else [run.validation])):
         loader.standardize(scaling)
-    return "loaded" if scaling is None else "loaded, with the scales of its samples"
+    return "loaded, with the scales of its samples"
 
 
-def _scales_in(path: Path) -> dict[str, Any] | None:
-    """Return the scales in a checkpoint or in an exported file, or None."""
+def _scales_in(path: Path) -> tuple[dict[str, Any] | None, bool, list[str] | None]:
+    """Return the scales in a checkpoint or in an exported file, or None; whether its samples are known to have the
+    units of the data; and the names of its targets, or None."""
     from ...io.safetensors import contents_of
     from ...io.shards import CHECKPOINT_FILE, read_master
     from ..exchange import ENDING, OWN
+    from ..facts import facts_in
     from .export import SCALED
 
     if (path / CHECKPOINT_FILE).exists():
         meta = read_master(path)[1]
-        return (meta.get("loader") or {}).get("scaling") if isinstance(meta, dict) else None
-    return json.loads(contents_of(path)[1].get(OWN, "{}")).get(SCALED) if path.suffix == ENDING else None
+        loader = (meta.get("loader") if isinstance(meta, dict) else None) or {}
+        found, raw = loader.get("scaling"), bool(loader) and "scaling" not in loader
+    else:
+        meta = json.loads(contents_of(path)[1].get(OWN, "{}")) if path.suffix == ENDING else {}
+        found, raw = meta.get(SCALED), SCALED in meta and meta[SCALED] is None
+    return found, raw, facts_in(meta).get("targets")

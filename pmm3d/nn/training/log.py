@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -91,8 +92,9 @@ class RunLog:
     "waiting", "seconds"}, and {"step", "validation": {...}}. "lr" is the rate that the step used. "gradient_norm" is
     the 2-norm before clipping. "waiting" is the share of the time since the previous line in which rank 0 waited for
     messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For
-    float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out. A
-    resumed run continues the file, without lines of later steps. Progress is printed if stderr is a terminal.
+    float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out, or
+    null in a validation. A resumed run continues the file, without lines of later steps. Progress is printed if stderr
+    is a terminal.
 
     Examples
     --------
@@ -143,7 +145,8 @@ class RunLog:
     def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
         """Write a line of the figures of an evaluation after this many steps and epochs."""
         if self.writes:
-            self._write({"step": step, "epoch": epoch, "validation": figures})
+            said = {name: value if isfinite(value) else None for name, value in figures.items()}
+            self._write({"step": step, "epoch": epoch, "validation": said})
         self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
 
     def saved(self, step: int, path: Path) -> None:

@@ -188,6 +188,9 @@ class Trainer:
         self.least = facts.get("least", {})
         if self.best is not None:
             self.best.retire(self.step)
+            kept = {path.name.partition(".")[0] for path in self.best.candidates()}
+            if self.least and f"step-{self.least['step']:08d}" not in kept:
+                self.least = {}
         self.saved = self.step
         self._reporter.resumed(facts)
         return True
@@ -456,6 +459,8 @@ class Trainer:
 
             folder = self.log.folder
             lines.append(f"figures in {folder / METRICS}; a page of all: {shell_command('pmm3d', 'report', folder)}")
+            if self.impatient and self.best is not None:
+                folder = self.best.folder
             if isinstance(self.loader.data, TokenDataSet):
                 use = f"text: {shell_command('pmm3d', 'generate', folder)} --prompt TEXT"
             else:

@@ -18,6 +18,7 @@ from ..precision import Precision
 from ..seeds import manual_seed
 from ..transformer import GPT, Llama, token_layout
 from .config import Config
+from .evaluation import number_of
 from .samples import Samples
 from .sections import NetworkSection, configured
 from .user_file import UserFile
@@ -121,18 +122,23 @@ class OwnFunctions(NamedTuple):
     def of(cls, config: Config, grid: Grid, loss: str) -> OwnFunctions:
         """loss: the name of a loss that is used if training.loss is no function."""
         section = config.training
-        metrics = {name.rpartition(":")[2]: _function(grid, "training.metrics", name) for name in section.metrics}
+        metrics = {
+            name.rpartition(":")[2]: _function(grid, "training.metrics", name, number_of) for name in section.metrics
+        }
         return cls(_function(grid, "training.loss", section.loss) if ":" in section.loss else loss, metrics)
 
 
-def _function(grid: Grid, key: str, name: str) -> Callable[..., Any]:
-    """Return a function of the user's file. Its errors are Pmm3dErrors with the line of the file. Collective."""
+def _function(
+    grid: Grid, key: str, name: str, fits: Callable[[Any], Any] = lambda result: result
+) -> Callable[..., Any]:
+    """Return a function of the user's file, whose results pass through `fits`. Its errors are Pmm3dErrors with the line
+    of the file. Collective."""
     file = UserFile(grid, key, name)
     function = file.named("function", callable)
 
     def run(output: Any, y: Any) -> Any:
         with file.running("raised an error"):
-            return function(output, y)
+            return fits(function(output, y))
 
     return run
 

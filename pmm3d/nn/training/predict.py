@@ -134,6 +134,11 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
                     f"the network of {asked.run} is for tokens: its validation figures are in metrics.jsonl; for other "
                     "tokens, resume a run with data.validation_file"
                 )
+            if targets is not None and asked.origin is not None and not _is_npz(asked.origin):
+                raise DataError(
+                    f"--targets is {targets}, but {asked.origin} is a table, whose targets are those of the training "
+                    "data: leave it out"
+                )
             take_device(network.library, grid.local_rank)
         names = _converted(grid, asked, known, targets or str(section.targets))
         classes = (samples.class_names or samples.outputs) if samples.loss == "cross_entropy" else samples.class_names

@@ -24,7 +24,7 @@ class Recipe:
     clip : float or None
         Largest 2-norm of the gradient. Default: no limit.
     metrics : mapping
-        Name -> function (output, y) -> float of a batch, for validation. Default: none.
+        Name -> function (output, y) -> number or 1 x 1 tensor of a batch, for validation. Default: none.
     evaluate_every, checkpoint_every : int
         Steps between validations and between checkpoints. 0 (default): after each epoch.
     log_every : int

@@ -85,12 +85,12 @@ def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
     if data.table is not None if wanted is None else wanted:
         return data.scaling(rows)
     with data.grid.collective_call("training", always=True):
-        if data.grid.rank == 0 and (found := _unlike(data)):
+        if data.grid.rank == 0 and (found := unlike(data)):
             logger.warning(f"{data.path}: {found}. Such a network rarely learns: set data.standardize = true")
     return None
 
 
-def _unlike(data: DataSet) -> str:
+def unlike(data: DataSet) -> str:
     """Return a text about columns that differ by orders of magnitude from each other or from 1; "" if none do."""
     for dataset, names in ((data.inputs, data.columns), (data.targets, data.target_names)):
         if dataset is data.targets and data.labelled:
@@ -100,11 +100,16 @@ def _unlike(data: DataSet) -> str:
         if not len(present):
             continue
         least, most = present[largest[present].argmin()], present[largest[present].argmax()]
-        if max(1.0, largest[most]) / min(1.0, largest[least]) >= UNLIKE:
-            one, two = (repr(names[at]) if names else str(at) for at in (least, most))
+        one, two = (repr(names[at]) if names else str(at) for at in (least, most))
+        if largest[most] / largest[least] >= UNLIKE:
             return (
                 f"the columns of data set {dataset.name[1:]!r} differ by orders of magnitude (up to "
                 f"{largest[least]:.3g} in column {one}, {largest[most]:.3g} in {two})"
+            )
+        if largest[most] >= UNLIKE or largest[most] <= 1 / UNLIKE:
+            return (
+                f"the numbers of data set {dataset.name[1:]!r} differ from 1 by orders of magnitude (up to "
+                f"{largest[most]:.3g} in column {two})"
             )
     return ""
 

@@ -326,7 +326,8 @@ class TrainingSection(Section):
     """loss to minimize; auto: cross_entropy for classes, mse for values; or a function (output, y) of your own, which
     returns the mean over the rows"""
     metrics: list[Function] = []
-    """functions (output, y) of your own that return a number for a batch, for validation: the mean over the rows"""
+    """functions (output, y) of your own for validations. Each returns a number, or a 1 x 1 tensor, for a batch; its
+    figure is the mean over the rows"""
     steps: Count | None = None
     """number of steps of the run, which ends after `steps` or `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)

@@ -208,8 +208,8 @@ class TrainState:
         path : path or None
             A checkpoint. Default: the newest undamaged one.
         accept : collection of str
-            "network", "data", "columns", "classes" or "tokenizer", if it may differ from that of the checkpoint. With
-            other data the epoch begins anew.
+            "network", "data", "columns", "targets", "classes" or "tokenizer", if it may differ from that of the
+            checkpoint. With other data the epoch begins anew.
         settings : dict or None
             Settings of this run, which are compared with the settings that `save` was given.
 
