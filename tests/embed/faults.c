@@ -259,6 +259,10 @@ int main(int count, char **words) {
         if (rank) sleep(5);
         if (make(MPI_COMM_WORLD)) tell(1);
         else lives_on();
+    } else if (!strcmp(which, "long wait")) { /* of the last rank, for ranks that compute on their own */
+        if (make(MPI_COMM_WORLD)) tell(1);
+        if (rank < size - 1) sleep(9);
+        lives_on();
     } else if (!strcmp(which, "start on one")) {
         if (rank == size - 1) setenv("PMM3D_PYTHON", "/no/such/python", 1);
         tell(make(MPI_COMM_WORLD));

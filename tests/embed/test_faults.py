@@ -240,3 +240,11 @@ def test_a_rank_that_comes_late_does_not_end_the_job(program):
     done, _ = faults_of(program, 2, "one comes late", PMM3D_TIMEOUT="1", seconds=60)
     assert done.stderr.count("pmm3d: rank 0 has waited") >= 2, done.stderr  # after 1, 2 and 4 s
     assert "for all ranks of the communicator to come to this call. The job goes on." in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_long_wait_below_thread_multiple_is_logged_and_goes_on(program, ranks):
+    """For rank 0, and for the watchdog's leader and its deputy: ranks that do not wait cannot answer."""
+    done, _ = faults_of(program, ranks, "long wait", PMM3D_TIMEOUT="1", seconds=60)
+    assert f"rank {ranks - 1} has waited for more than 1 s. The job goes on." in done.stderr, done.stderr
+    assert "below MPI_THREAD_MULTIPLE" in done.stderr
