@@ -50,9 +50,20 @@ ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("comm freed", ARGUMENT, "transa and transb are 'N', 'T' or 'C'"),
     ("cyclic logical", ARGUMENT, "got '\\x01'"),
     ("cyclic wide", ARGUMENT, "as of integers of 8 bytes"),
+    ("several target", DISAGREEMENT, "97 names no matrix"),
+    ("several context", ARGUMENT, "97 names no context"),
+    ("several a matrix", DISAGREEMENT, "97 names no matrix"),
+    ("planned", DISAGREEMENT, "the ranks made different calls. rank 0: pmm3d_matmul; rank 1: pmm3d_plan_matmul"),
+    ("planned cyclic", DISAGREEMENT, "rank 0: pmm3d_pgemm; rank 1: pmm3d_plan_pgemm"),
+    ("plan out", ARGUMENT, "plan is a NULL pointer"),
+    ("limits", DISAGREEMENT, "pmm3d_matmul(..., max_workspace=1073741824)"),
+    ("for type", ARGUMENT, "the type is 's', 'd', 'c' or 'z'"),
 ]
 HERE = [  # errors on one rank: the call is not collective, or its grid is unknown
     ("two grids", ARGUMENT, "97 names no matrix"),
+    ("several source", ARGUMENT, "97 names no matrix"),
+    ("several matrix", ARGUMENT, "97 names no matrix"),
+    ("several a", ARGUMENT, "97 names no context"),
     ("plan", ARGUMENT, "names no plan of this process: it is a matrix"),
     ("closed", ARGUMENT, "closed"),
     ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
@@ -85,6 +96,11 @@ def test_each_caller_is_told(program, which, code, text, everywhere):
     done, found = faults_of(program, 2, which)
     assert [fault[:2] for fault in found] == [(code, everywhere)] * 2, done.stdout
     assert all(text in fault[2] for fault in found) and (not everywhere or found[0] == found[1]), done.stdout
+
+
+def test_ranks_that_run_different_plans_are_told_with_debug(program):
+    done, found = faults_of(program, 2, "runs", PMM3D_DEBUG="1")
+    assert [fault[:2] for fault in found] == [(DISAGREEMENT, 1)] * 2, done.stdout
 
 
 @pytest.mark.parametrize("which, text", [("before", "called before MPI_Init"), ("after", "called after MPI_Finalize")])
@@ -161,7 +177,7 @@ def environment(site_packages, tmp_path):
     ],
 )
 def test_a_python_that_lacks_a_package(program, environment, packages, lacks):
-    text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \".[embed]\" in the clone"
+    text = f"lacks a package: No module named '{lacks}'. Install the library again: make embed or make install"
     assert refused_starts(program, PYTHON, PMM3D_PYTHON=environment(*packages)[0]).stdout.count(text) == 4
 
 
@@ -169,7 +185,7 @@ def test_a_library_without_its_part_with_python(program, tmp_path):
     for path in LIBRARIES.glob("libpmm3d.so*"):
         shutil.copy(path, tmp_path)
     done = refused_starts(program, PYTHON, ranks=1, LD_LIBRARY_PATH=str(tmp_path))
-    assert "the part with Python cannot be loaded: " in done.stdout and "Build it again: make embed" in done.stdout
+    assert "the part with Python cannot be loaded: " in done.stdout and "Install it again: make embed" in done.stdout
 
 
 def test_a_python_with_a_damaged_cffi(program, environment):
