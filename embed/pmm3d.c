@@ -59,7 +59,8 @@ static int at_end_of_mpi(MPI_Comm comm, int key, void *value, void *extra) {
     (void)comm, (void)key, (void)value, (void)extra;
     if (!state.runs()) return MPI_SUCCESS;
     /* Other ranks may still be in another call. It fails on all ranks, and then they come here too. */
-    while ((code = end(1)) == PMM3D_ERROR_DISAGREEMENT && last.everywhere) {}
+    for (int told = 0; (code = end(1)) == PMM3D_ERROR_DISAGREEMENT && last.everywhere; told = 1)
+        if (!told) fprintf(stderr, "pmm3d: MPI_Finalize frees all objects, again after an error: %s\n", last.text);
     if (code) fprintf(stderr, "pmm3d: MPI_Finalize cannot free all objects: %s\n", last.text);
     return MPI_SUCCESS;
 }
@@ -80,7 +81,8 @@ static int load(void) {
     if (!state.call) {
         void *python = beside("libpmm3d_python.so");
         if (!python) {
-            snprintf(text, TEXT, "the part with Python cannot be loaded: %s. Install it again: make embed or make install", dlerror());
+            snprintf(text, TEXT, "the part with Python cannot be loaded: %s. Install it again: make embed or make "
+                     "install", dlerror());
             return failed(PMM3D_ERROR_PYTHON, text);
         }
         pmm3d_python_start_type *start = (pmm3d_python_start_type *)dlsym(python, "pmm3d_python_start");

@@ -3,22 +3,20 @@
    The first call starts Python in this process: the interpreter of PMM3D_PYTHON (its path), or else the one with which
    the library was built. Python uses the MPI of this process.
 
-   Errors. Every function returns PMM3D_OK or another of the codes below; pmm3d_last_error returns the text. An error
-   in the arguments of a collective call, on any rank, is returned on every rank, with the same text, before anything
-   is sent. Then pmm3d_error_everywhere returns 1. If it returns 0, other ranks may wait in a call: end the job. This is
-   so for a communicator that the process cannot use, for a wrong plan in pmm3d_run, and if the process has several grids
-   or contexts, and the number of the object over whose ranks the call is collective names none: the context of
-   pmm3d_pgemm, contexta, source, the matrix of a block or of a block-cyclic array, all matrices of pmm3d_matmul. The
-   library ends the process only if a call can never
-   return: if a rank is lost, or if ranks wait for each other. Any other wait beyond PMM3D_TIMEOUT (600 seconds; 0: no
-   limit) is logged, and continues.
+   Errors. Every function returns PMM3D_OK or another of the codes below; pmm3d_last_error returns the text. An error in
+   the arguments of a collective call, on any rank, is returned on every rank, with the same text, before anything is
+   sent. Then pmm3d_error_everywhere returns 1. If it returns 0, other ranks may wait in a call: end the job. This is so
+   for a communicator that the process cannot use; for a wrong plan in pmm3d_run; and, in a process with several grids
+   or contexts, if the number of the object over which the call is collective names none (pmm3d_matmul: if none of the
+   three names one). The library ends the process only if a call can never return: if a rank is lost, or if ranks wait
+   for each other. Any other wait beyond PMM3D_TIMEOUT (600 seconds; 0: no limit) is logged, and continues.
 
    Order. Call MPI_Init or MPI_Init_thread first. Users are counted: each component of a program (the program itself, a
    library) calls pmm3d_start at its begin and pmm3d_finalize at its end, on all its ranks. Each component frees its own
    objects with pmm3d_free before pmm3d_finalize. If components run on different ranks, they must: users are counted on
-   each rank, and only pmm3d_finalize of the last user frees all objects. A program with one component may omit pmm3d_start: pmm3d_grid and
-   pmm3d_context count one user if there is none. After the last pmm3d_finalize, a program may start again. Numbers of
-   freed objects are not used again. MPI_Finalize frees all objects, whatever the count.
+   each rank, and only pmm3d_finalize of the last user frees all objects. A program with one component may omit
+   pmm3d_start: pmm3d_grid and pmm3d_context count one user if there is none. After the last pmm3d_finalize, a program
+   may start again. Numbers of freed objects are not used again. MPI_Finalize frees all objects, whatever the count.
 
    Threads. One thread at a time may call. A call during another call returns PMM3D_ERROR_THREAD. Below
    MPI_THREAD_SERIALIZED only the thread that started MPI may call, and messages make progress only in calls, so nothing

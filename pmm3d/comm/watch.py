@@ -68,8 +68,8 @@ class Watch:
     processes  Process of each rank; None while they are not known. Then there is no thread
     bind       function that binds a thread to the device. The thread calls it before MPI, because MPI may then move
                messages of device memory
-    silence    whether a rank that does not answer counts as lost, if all ranks have a thread or none. False while a Grid
-               is made, because a rank that has not come cannot answer
+    silence    whether a rank that does not answer counts as lost. False while a Grid is made, because a rank that has
+               not come cannot answer. Ranks of a grid that have no thread are not lost by silence
     doing      function that returns the description of this rank's current pipeline action, or ""
 
     threaded   attribute: whether a thread answers. False if MPI does not allow it; then only ranks that wait answer

@@ -122,6 +122,11 @@ class HeldContext:
                 f"the descriptor of {name} is {values}: as of integers of 8 bytes. They are of 4: "
                 "compile without -i8 or -fdefault-integer-8, or copy it"
             )
+        if min(values[6:8]) < 0:
+            raise LayoutError(
+                f"the descriptor of {name} has RSRC {values[6]} and CSRC {values[7]}: process row and column of the "
+                "first block, from 0. A matrix of which all of them have a copy (-1) cannot be used"
+            )
         return self.context.from_array(values)
 
 

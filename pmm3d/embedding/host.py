@@ -16,7 +16,7 @@ from ..arrays.numpy_library import ADDRESSED
 from ..comm import CallersCall, Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
-from ..product import BlacsContext, DistMatrix, MatmulPlan, PgemmPlan, Redistribution, matmul, pgemm, pgemr2d
+from ..product import BlacsContext, DistMatrix, MatmulPlan, PgemmPlan, Redistribution, matmul, pgemm
 from ..product.redistribution import part_of
 from .arguments import (
     NO_INTEGER,
@@ -286,16 +286,12 @@ class Host:
             dtype = dtype_named(kind)
             source, target = self._found(contexta, HeldContext), self._found(contextb, HeldContext)
             in_a, in_b = source.part("a", a, desca, dtype, of_a), target.part("b", b, descb, dtype, of_b)
-            if plan != AT_ONCE:
-                check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
-                sides = (
-                    part_of("pgemr2d", "A", ia, ja, in_a.descriptor, m, n),
-                    part_of("pgemr2d", "B", ib, jb, in_b.descriptor, m, n),
-                )
-        if plan != AT_ONCE:
-            return self._moved(plan, source.grid, sides, (in_a.local, in_b.local), dtype)
-        pgemr2d(m, n, in_a.local, ia, ja, in_a.descriptor, in_b.local, ib, jb, in_b.descriptor)
-        return ()
+            check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
+            sides = (
+                part_of("pgemr2d", "A", ia, ja, in_a.descriptor, m, n),
+                part_of("pgemr2d", "B", ib, jb, in_b.descriptor, m, n),
+            )
+        return self._moved(plan, source.grid, sides, (in_a.local, in_b.local), dtype)
 
     def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int, of_a: int, plan: int) -> tuple[int, ...]:
         """Collective."""
@@ -351,7 +347,7 @@ class Host:
             local = array_at("block", block, shape, held.dtype, lies)
         boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(found, np.int64))).wait()
         with grid.collective_call(what, always=True):
-            blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies)
+            blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies, base=base)
         if 0 in held.shape:
             return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.local_shapes(grid.rank)]
         tiles = blocks.tiles(grid.rank)

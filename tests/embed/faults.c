@@ -97,6 +97,7 @@ static int bad_cyclic(const char *which) {
     else if (!strcmp(which, "cyclic block")) wrong[4] = 0;
     else if (!strcmp(which, "cyclic lld")) wrong[8] = mine ? 1 : N;
     else if (!strcmp(which, "cyclic source")) wrong[6] = size;
+    else if (!strcmp(which, "cyclic copies")) wrong[6] = -1;
     else if (!strcmp(which, "cyclic size")) n = N + 1;
     else if (!strcmp(which, "cyclic ia")) ia = 2;
     else if (!strcmp(which, "cyclic null")) given = mine ? NULL : desc;

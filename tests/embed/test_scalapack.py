@@ -198,7 +198,7 @@ def test_a_program_that_names_no_pgemm(program, tmp_path, needed, processes):
     assert (log.exists() and log.read_text().count("pmm3d's p?gemm is loaded")) == processes
 
 
-def test_the_size_is_measured(tmp_path):
+def test_the_size_is_measured():
     """`pmm3d tune scalapack` prints the variable."""
     small = (
         "import sys; from pmm3d.tools.tune.scalapack import measuring; measuring.LENGTHS = (16, 24)\n"
@@ -209,7 +209,7 @@ def test_the_size_is_measured(tmp_path):
     assert re.search(r"^ +32x8x32 .*^  export PMM3D_SCALAPACK_BELOW=\d+$", written, re.M | re.S), written
 
 
-def test_the_benchmark_of_the_drop_in(tmp_path):
+def test_the_benchmark_of_the_drop_in():
     [blas] = Path("/usr/lib").glob("*/libblas.so.3")
     settings = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
