@@ -290,8 +290,8 @@ class Blocks:
         for row, owned in enumerate(owners):
             if -1 in owned:
                 raise LayoutError(
-                    f"element ({row_cuts[row] + base}, {col_cuts[owned.index(-1)] + base}), counted from {base}, is in no "
-                    "rank's block: the blocks must cover the matrix"
+                    f"element ({row_cuts[row] + base}, {col_cuts[owned.index(-1)] + base}), counted from {base}, is in "
+                    "no rank's block: the blocks must cover the matrix"
                 )
         return cls(row_cuts, col_cuts, tuple(map(tuple, owners)), order)
 
