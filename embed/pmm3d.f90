@@ -442,10 +442,18 @@ contains
         found = [(wide(box(i)), i=1, 4)]
     end function
 
-    ! The address of an array or of an element; null for a section with gaps.
+    ! The address of an array or of an element; null for a section with gaps. The strides of one column do not count.
     type(c_ptr) function address(array)
+        class(*), intent(in), target :: array(..)
+        address = start(array)
+        select rank (array)
+        rank (2); if (size(array, 2) == 1) address = start(array(:, lbound(array, 2)))
+        end select
+    end function
+
+    type(c_ptr) function start(array)
         type(*), intent(in), target :: array(..)
-        address = c_null_ptr
-        if (is_contiguous(array)) address = c_loc(array)
+        start = c_null_ptr
+        if (is_contiguous(array)) start = c_loc(array)
     end function
 end module

@@ -40,6 +40,11 @@ program types
     right = right .and. all(c == n)
     call ok(pmm3d_matrix(grid, 'd', 2*n, 4, '/', 'F', big(:, 1:4), made)) ! whole columns: no gap
     call ok(pmm3d_free(made))
+    big(1:n, 2) = 0
+    call ok(pmm3d_matrix(grid, 'd', n, 1, '/', 'F', big(1:n, 2:2), made)) ! a part of one column
+    call ok(pmm3d_from_blocks(line, [1, merge(n, 0, rank == 0), 1, 1], 'F', made))
+    right = right .and. all(big == 1)
+    call ok(pmm3d_free(made))
     call ok(pmm3d_matrix(grid, 'd', 4, 2*n, '/', 'C', big(1:2*n:1, 1:4), made)) ! by rows: the transposed array
     call ok(pmm3d_free(made))
 
