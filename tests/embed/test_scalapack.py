@@ -178,7 +178,7 @@ def test_each_reason_is_reported_once(program, tmp_path):
     done = mixed(2, **with_drop_in(log))
     assert done.stdout == "C 12\n" * 12, done.stderr
     assert done.stderr.count("pmm3d: pdgemm is left to ScaLAPACK") == 2, done.stderr
-    assert "LayoutError: first of" in done.stderr and "a descriptor is of another kind" in done.stderr
+    assert "has RSRC -1 and CSRC" in done.stderr and "a descriptor is of another kind" in done.stderr
     assert by(log) == {"pmm3d": [2, 2], "scalapack": [2] * 4}
 
 
