@@ -166,12 +166,19 @@ embed-compiler: $(if $(filter test-all test-embed,$(MAKECMDGOALS)),system-packag
 # pip would write into the clone, which may be of another user: it installs from a copy.
 COPIED := source=$$(mktemp -d) && trap 'rm -rf "$$source"' EXIT && \
   cp -R pmm3d pyproject.toml setup.py README.md LICENSE "$$source" &&
+# What was installed is replaced only if everything succeeds.
+INSTALLED := $(PREFIX)/lib/pmm3d
 install: embed-compiler ## build the C and Fortran library in PREFIX, with an environment of its own and .pc files
 	@mkdir -p '$(PREFIX)/lib' && test -w '$(PREFIX)/lib' || { \
 	  echo 'embed: $(PREFIX)/lib cannot be written. Name another folder: make install PREFIX=$$HOME/.local'; exit 1; }
-	@rm -rf '$(PREFIX)/lib/pmm3d'
-	$(call environment,$(PREFIX)/lib/pmm3d,"$$source[$(EMBED_EXTRAS)]",$(COPIED))
-	@'$(PREFIX)/lib/pmm3d/bin/python' -I embed/build.py --prefix '$(PREFIX)' --mpicc '$(MPICC)'
+	@test -d '$(INSTALLED).old' || ! test -d '$(INSTALLED)' || mv '$(INSTALLED)' '$(INSTALLED).old'; rm -rf '$(INSTALLED)'
+	@$(MAKE) --no-print-directory install-now || { rm -rf '$(INSTALLED)'; ! test -d '$(INSTALLED).old' || \
+	  mv '$(INSTALLED).old' '$(INSTALLED)'; exit 1; }
+	@rm -rf '$(INSTALLED).old'
+
+install-now:
+	$(call environment,$(INSTALLED),"$$source[$(EMBED_EXTRAS)]",$(COPIED))
+	@'$(INSTALLED)/bin/python' -I embed/build.py --prefix '$(PREFIX)' --mpicc '$(MPICC)'
 
 system-packages: ## install the Debian packages that the tests need; root
 	@missing=$$(for name in $(SYSTEM_PACKAGES); do \

@@ -88,15 +88,20 @@ def check_compiler(mpicc: str) -> str:
 
 
 def build(mpicc: str, into: Path) -> None:
-    """Build all libraries. Those of another version are removed, because all start the same Python."""
+    """Build all libraries, then replace those in the folder. Those of another version are removed: all start the same
+    Python."""
     into.mkdir(parents=True, exist_ok=True)
-    for old in into.glob("libpmm3d*.so*"):
-        old.unlink()
-    with_python(into)
-    compiled(mpicc, "pmm3d.c", into, "pmm3d", "-ldl")
-    # Symbols of BLACS are those of the program's ScaLAPACK. They are undefined if a program without it is preloaded.
-    linked = f"-L{into}", "-lpmm3d", "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy"
-    compiled(mpicc, "scalapack.c", into, "pmm3d_scalapack", *linked)
+    with tempfile.TemporaryDirectory(dir=into) as folder:
+        made = Path(folder)
+        with_python(made)
+        compiled(mpicc, "pmm3d.c", made, "pmm3d", "-ldl")
+        # Symbols of BLACS are those of the program's ScaLAPACK, undefined if a program without it is preloaded.
+        linked = f"-L{made}", "-lpmm3d", "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy"
+        compiled(mpicc, "scalapack.c", made, "pmm3d_scalapack", *linked)
+        for old in into.glob("libpmm3d*.so*"):
+            old.unlink()
+        for path in made.iterdir():
+            path.rename(into / path.name)
 
 
 def describe(libraries: Path, headers: Path, into: Path) -> None:

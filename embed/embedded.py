@@ -13,8 +13,8 @@ OTHER_MPI = (
     "an MPI of its own"
 )
 LACKING = (
-    'the Python of {} lacks a package: {}. Install it there: pip install ".[embed]" in the clone of pmm3d, or '
-    "name another Python in PMM3D_PYTHON"
+    "the Python of {} lacks a package: {}. Install the library again: make embed or make install, or name another "
+    "Python in PMM3D_PYTHON"
 )
 
 

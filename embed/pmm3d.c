@@ -14,11 +14,13 @@
 #include "embedded.h"
 
 enum { TEXT = 20480 };
+static const int64_t NO_INTEGER = -INT64_MAX; /* Fortran passes it for what is no integer of 4 or 8 bytes */
 
 /* users: calls of pmm3d_start less those of pmm3d_finalize. */
 static struct {
     atomic_flag busy;
-    int started, users;
+    int started;
+    atomic_int users;
     pmm3d_python_call_type *call;
     pmm3d_python_runs_type *runs;
 } state = {ATOMIC_FLAG_INIT, 0, 0, NULL, NULL};
@@ -57,7 +59,8 @@ static int at_end_of_mpi(MPI_Comm comm, int key, void *value, void *extra) {
     (void)comm, (void)key, (void)value, (void)extra;
     if (!state.runs()) return MPI_SUCCESS;
     /* Other ranks may still be in another call. It fails on all ranks, and then they come here too. */
-    while ((code = end(1)) == PMM3D_ERROR_DISAGREEMENT && last.everywhere) {}
+    for (int told = 0; (code = end(1)) == PMM3D_ERROR_DISAGREEMENT && last.everywhere; told = 1)
+        if (!told) fprintf(stderr, "pmm3d: MPI_Finalize frees all objects, again after an error: %s\n", last.text);
     if (code) fprintf(stderr, "pmm3d: MPI_Finalize cannot free all objects: %s\n", last.text);
     return MPI_SUCCESS;
 }
@@ -78,7 +81,8 @@ static int load(void) {
     if (!state.call) {
         void *python = beside("libpmm3d_python.so");
         if (!python) {
-            snprintf(text, TEXT, "the part with Python cannot be loaded: %s. Build it again: make embed", dlerror());
+            snprintf(text, TEXT, "the part with Python cannot be loaded: %s. Install it again: make embed or make "
+                     "install", dlerror());
             return failed(PMM3D_ERROR_PYTHON, text);
         }
         pmm3d_python_start_type *start = (pmm3d_python_start_type *)dlsym(python, "pmm3d_python_start");
@@ -100,7 +104,7 @@ static int load(void) {
     MPI_Errhandler_free(&of_self);
     if (!ran)
         return failed(PMM3D_ERROR_PYTHON, "Python's side of the library could not be started; what Python said is on "
-                                          "stderr. Build it again: make embed");
+                                          "stderr. Install it again: make embed or make install");
     if (code) return failed(code, text);
     finalize_with_mpi();
     state.started = 1;
@@ -208,11 +212,11 @@ static int share(Worst worst, MPI_Comm comm) {
     return worst.code;
 }
 
-/* Whether all ranks of comm could start: a rank that cannot is not waited for. A caller without pmm3d_start becomes a
-   user. */
-static int start_together(MPI_Comm comm) {
+/* Whether all ranks of comm could start: a rank that cannot is not waited for. refused: the error of an argument of
+   this rank, or PMM3D_OK. A caller without pmm3d_start becomes a user, except for `lasting`. */
+static int start_together(MPI_Comm comm, int refused, int lasting) {
     int code = enter(), running = 0, over = 0, inter = 0;
-    if (code == PMM3D_OK) leave(code);
+    if (code == PMM3D_OK) code = leave(refused);
     MPI_Initialized(&running);
     MPI_Finalized(&over);
     if (comm == MPI_COMM_NULL || !running || over || code == PMM3D_ERROR_THREAD) return code;
@@ -220,7 +224,7 @@ static int start_together(MPI_Comm comm) {
     if (inter) return code;
     Worst worst = worst_of(code, comm);
     if (worst.code) return share(worst, comm);
-    if (!state.users) state.users = 1;
+    if (!lasting) atomic_compare_exchange_strong(&state.users, &(int){0}, 1);
     return PMM3D_OK;
 }
 
@@ -263,7 +267,7 @@ static MPI_Comm named(int comm) {
 
 int pmm3d_grid(MPI_Comm comm, int gx, int gy, int gz, int *grid) {
     int64_t results[4];
-    int code = start_together(comm);
+    int code = start_together(comm, PMM3D_OK, 0);
     return made(code ? code : CALL("grid", results, handle(comm), gx, gy, gz, ADDRESS(grid)), results, grid);
 }
 
@@ -271,7 +275,12 @@ int pmm3d_grid_f(int comm, int gx, int gy, int gz, int *grid) { return pmm3d_gri
 
 int pmm3d_grid_for(MPI_Comm comm, char type, int64_t m, int64_t n, int64_t k, int *grid) {
     int64_t results[4];
-    int code = start_together(comm);
+    int refused = PMM3D_OK, code;
+    if (!type || !strchr("sdczSDCZ", type))
+        refused = failed(PMM3D_ERROR_ARGUMENT, "the type is 's', 'd', 'c' or 'z', as in the BLAS");
+    if (m == NO_INTEGER || n == NO_INTEGER || k == NO_INTEGER)
+        refused = failed(PMM3D_ERROR_ARGUMENT, "sizes are integers of 4 or 8 bytes");
+    code = start_together(comm, refused, 0);
     return made(code ? code : CALL("grid_for", results, handle(comm), type, m, n, k, ADDRESS(grid)), results, grid);
 }
 
@@ -291,38 +300,45 @@ int pmm3d_max_workspace(int object, int64_t bytes) {
     return CALL("max_workspace", results, object, bytes);
 }
 
-int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]) {
+/* bytes: of the integers to which the caller copies the box; 0: they are no integers. */
+int pmm3d_box_f(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4], int bytes) {
     int64_t results[4];
-    int code = CALL("box", results, grid, ADDRESS(layout), rows, columns, ADDRESS(box));
+    int code = CALL("box", results, grid, ADDRESS(layout), rows, columns, ADDRESS(box), bytes);
     if (!code) memcpy(box, results, sizeof results);
     return code;
 }
 
-/* of_shard: type of the array, as a letter; elements: number of its elements. 0 and -1, if they are unknown, as in C */
+int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]) {
+    return pmm3d_box_f(grid, layout, rows, columns, box, sizeof *box);
+}
+
+/* of_shard: type of the array, as a letter, or 0; elements: number of its elements, or -1; leading: of its elements in
+   the first dimension of two, or -1. */
 int pmm3d_matrix_f(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
-                   char of_shard, int64_t elements, int *matrix) {
+                   char of_shard, int64_t elements, int64_t leading, int *matrix) {
     int64_t results[4];
     return made(CALL("matrix", results, grid, type, rows, columns, ADDRESS(layout), order, ADDRESS(shard), of_shard,
-                     elements, ADDRESS(matrix)), results, matrix);
+                     elements, leading, ADDRESS(matrix)), results, matrix);
 }
 
 int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
                  int *matrix) {
-    return pmm3d_matrix_f(grid, type, rows, columns, layout, order, shard, 0, -1, matrix);
+    return pmm3d_matrix_f(grid, type, rows, columns, layout, order, shard, 0, -1, -1, matrix);
+}
+
+static int context_of(MPI_Comm comm, int rows, int columns, char order, int *context, int lasting) {
+    int64_t results[4];
+    int code = start_together(comm, PMM3D_OK, lasting);
+    return made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context), lasting),
+                results, context);
 }
 
 int pmm3d_context(MPI_Comm comm, int rows, int columns, char order, int *context) {
-    int64_t results[4];
-    int code = start_together(comm);
-    return made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context)), results,
-                context);
+    return context_of(comm, rows, columns, order, context, 0);
 }
 
 int pmm3d_lasting_context(MPI_Comm comm, int rows, int columns, int *context) {
-    int64_t results[4];
-    int users = state.users, code = pmm3d_context(comm, rows, columns, 'R', context);
-    state.users = users;
-    return code ? code : CALL("keep_to_the_end", results, *context);
+    return context_of(comm, rows, columns, 'R', context, 1);
 }
 
 int pmm3d_context_f(int comm, int rows, int columns, char order, int *context) {
@@ -345,27 +361,32 @@ enum { AT_ONCE = -1 }; /* in place of the address of a plan: run the operation *
     }                                                                                                                  \
     int pmm3d_plan_##name(TYPES, int *plan) {                                                                          \
         int64_t results[4];                                                                                            \
-        return made(CALL(#name, results, __VA_ARGS__, ADDRESS(plan)), results, plan);                                  \
+        return made(CALL("plan_" #name, results, __VA_ARGS__, ADDRESS(plan)), results, plan);                          \
     }                                                                                                                  \
     int pmm3d_##name##_f(TYPES IN_FORTRAN, int *plan) {                                                                \
         int64_t results[4];                                                                                            \
-        return made(CALL(#name, results, __VA_ARGS__, plan ? ADDRESS(plan) : AT_ONCE), results, plan);                 \
+        return made(CALL(plan ? "plan_" #name : #name, results, __VA_ARGS__, plan ? ADDRESS(plan) : AT_ONCE), results, \
+                    plan);                 \
     }
 
-/* Types of the factors, as letters. */
-#define FACTORS , char of_alpha, char of_beta
-enum { of_alpha = 0, of_beta = 0 }; /* in C: unknown */
+/* Types of the arguments, as letters. */
+#define OF_MATMUL , char of_alpha, char of_beta
+#define OF_PGEMM , char of_alpha, char of_beta, char of_a, char of_b, char of_c
+#define OF_PGEMR2D , char of_a, char of_b
+#define OF_CYCLIC , char of_a
+#define OF_BLOCKS , char of_block, int base /* from which the box counts */
+enum { of_alpha = 0, of_beta = 0, of_a = 0, of_b = 0, of_c = 0, of_block = 0, base = 0 }; /* in C: unknown */
 
 #define MATMUL char transa, char transb, const void *alpha, int a, int b, const void *beta, int c
-OPERATION(matmul, MATMUL, FACTORS, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, of_alpha, of_beta)
+OPERATION(matmul, MATMUL, OF_MATMUL, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, of_alpha, of_beta)
 
 #define PGEMM                                                                                                          \
     int context, char type, char transa, char transb, int m, int n, int k, const void *alpha, const void *a, int ia,   \
         int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9], const void *beta, void *c,      \
         int ic, int jc, const int descc[9]
-OPERATION(pgemm, PGEMM, FACTORS, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
+OPERATION(pgemm, PGEMM, OF_PGEMM, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
           ADDRESS(desca), ADDRESS(b), ib, jb, ADDRESS(descb), ADDRESS(beta), ADDRESS(c), ic, jc, ADDRESS(descc),
-          of_alpha, of_beta)
+          of_alpha, of_beta, of_a, of_b, of_c)
 
 #define REDISTRIBUTE int source, int target
 OPERATION(redistribute, REDISTRIBUTE, , source, target)
@@ -373,20 +394,20 @@ OPERATION(redistribute, REDISTRIBUTE, , source, target)
 #define PGEMR2D                                                                                                        \
     char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b, int ib, int jb, \
         const int descb[9], int contextb
-OPERATION(pgemr2d, PGEMR2D, , type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
-          ADDRESS(descb), contextb)
+OPERATION(pgemr2d, PGEMR2D, OF_PGEMR2D, type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
+          ADDRESS(descb), contextb, of_a, of_b)
 
 #define FROM_BLOCK_CYCLIC int context, const void *a, const int desca[9], int matrix
-OPERATION(from_block_cyclic, FROM_BLOCK_CYCLIC, , context, ADDRESS(a), ADDRESS(desca), matrix)
+OPERATION(from_block_cyclic, FROM_BLOCK_CYCLIC, OF_CYCLIC, context, ADDRESS(a), ADDRESS(desca), matrix, of_a)
 
 #define TO_BLOCK_CYCLIC int matrix, int context, void *a, const int desca[9]
-OPERATION(to_block_cyclic, TO_BLOCK_CYCLIC, , matrix, context, ADDRESS(a), ADDRESS(desca))
+OPERATION(to_block_cyclic, TO_BLOCK_CYCLIC, OF_CYCLIC, matrix, context, ADDRESS(a), ADDRESS(desca), of_a)
 
 #define FROM_BLOCKS const void *block, const int64_t box[4], char order, int matrix
-OPERATION(from_blocks, FROM_BLOCKS, , ADDRESS(block), ADDRESS(box), order, matrix)
+OPERATION(from_blocks, FROM_BLOCKS, OF_BLOCKS, ADDRESS(block), ADDRESS(box), order, matrix, of_block, base)
 
 #define TO_BLOCKS int matrix, void *block, const int64_t box[4], char order
-OPERATION(to_blocks, TO_BLOCKS, , matrix, ADDRESS(block), ADDRESS(box), order)
+OPERATION(to_blocks, TO_BLOCKS, OF_BLOCKS, matrix, ADDRESS(block), ADDRESS(box), order, of_block, base)
 
 int pmm3d_free(int *object) {
     int64_t results[4];

@@ -10,12 +10,12 @@
 ! bytes. A box is rows box(1) to box(2) and columns box(3) to box(4), counted from 1, the ends included. The end of an
 ! empty box is its beginning minus 1.
 !
-! alpha, beta and a shard have the type of the matrices; other types are refused. A shard, and the arrays of a plan, are
-! used in place: give them the attribute target. A section with gaps, such as a(1:n, :), is refused. Pass a whole array,
-! whole columns, or the first element of a block-cyclic array.
+! alpha, beta and arrays have the type of the matrices; other types are refused. Arrays are used in place: give a shard,
+! and the arrays of a plan, the attribute target. A section with gaps, such as a(1:n, :), is refused. Pass an array of
+! one or two dimensions, whole columns, or the first element. A shard of two dimensions has the shape of its box.
 module pmm3d
-    use, intrinsic :: iso_c_binding, only: c_char, c_double, c_float, c_int, c_int32_t, c_int64_t, c_loc, c_null_char, &
-                                           c_null_ptr, c_ptr, c_signed_char
+    use, intrinsic :: iso_c_binding, only: c_associated, c_char, c_double, c_float, c_int, c_int32_t, c_int64_t, &
+                                           c_loc, c_null_char, c_null_ptr, c_ptr, c_signed_char
     implicit none
     private
     public :: pmm3d_start, pmm3d_finalize, pmm3d_last_error, pmm3d_error_everywhere, pmm3d_grid, pmm3d_grid_for, &
@@ -65,20 +65,6 @@ module pmm3d
             integer(c_int), intent(out) :: plan
         end function
 
-        integer(c_int) function pmm3d_from_block_cyclic(context, a, desca, matrix) bind(C)
-            import :: c_int
-            integer(c_int), value :: context, matrix
-            type(*), intent(in) :: a(*)
-            integer(c_int), intent(in) :: desca(9)
-        end function
-
-        integer(c_int) function pmm3d_to_block_cyclic(matrix, context, a, desca) bind(C)
-            import :: c_int
-            integer(c_int), value :: matrix, context
-            type(*) :: a(*)
-            integer(c_int), intent(in) :: desca(9)
-        end function
-
         integer(c_int) function pmm3d_run(plan) bind(C)
             import :: c_int
             integer(c_int), value :: plan
@@ -120,20 +106,20 @@ module pmm3d
             integer(c_int64_t), value :: bytes
         end function
 
-        integer(c_int) function box_in_c(grid, layout, rows, columns, box) bind(C, name="pmm3d_box")
+        integer(c_int) function box_in_c(grid, layout, rows, columns, box, bytes) bind(C, name="pmm3d_box_f")
             import :: c_char, c_int, c_int64_t
-            integer(c_int), value :: grid
+            integer(c_int), value :: grid, bytes
             character(kind=c_char), intent(in) :: layout(*)
             integer(c_int64_t), value :: rows, columns
             integer(c_int64_t), intent(out) :: box(4)
         end function
 
         integer(c_int) function matrix_in_c(grid, type, rows, columns, layout, order, shard, of_shard, elements, &
-                                            matrix) bind(C, name="pmm3d_matrix_f")
+                                            leading, matrix) bind(C, name="pmm3d_matrix_f")
             import :: c_char, c_int, c_int64_t, c_ptr, c_signed_char
             integer(c_int), value :: grid
             integer(c_signed_char), value :: type, order, of_shard
-            integer(c_int64_t), value :: rows, columns, elements
+            integer(c_int64_t), value :: rows, columns, elements, leading
             character(kind=c_char), intent(in) :: layout(*)
             type(c_ptr), value :: shard
             integer(c_int), intent(out) :: matrix
@@ -149,57 +135,59 @@ module pmm3d
         end function
 
         integer(c_int) function pgemm_in_c(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, jb, &
-                                           descb, beta, c, ic, jc, descc, of_alpha, of_beta, plan) &
+                                           descb, beta, c, ic, jc, descc, of_alpha, of_beta, of_a, of_b, of_c, plan) &
                 bind(C, name="pmm3d_pgemm_f")
             import :: c_int, c_ptr, c_signed_char
             integer(c_int), value :: context, m, n, k, ia, ja, ib, jb, ic, jc
-            integer(c_signed_char), value :: type, transa, transb, of_alpha, of_beta
+            integer(c_signed_char), value :: type, transa, transb, of_alpha, of_beta, of_a, of_b, of_c
             type(*), intent(in) :: alpha, beta
             type(c_ptr), value :: a, b, c, plan
             integer(c_int), intent(in) :: desca(9), descb(9), descc(9)
         end function
 
-        integer(c_int) function pgemr2d_in_c(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb, plan) &
-                bind(C, name="pmm3d_pgemr2d_f")
+        integer(c_int) function pgemr2d_in_c(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb, &
+                                             of_a, of_b, plan) bind(C, name="pmm3d_pgemr2d_f")
             import :: c_int, c_ptr, c_signed_char
             integer(c_int), value :: m, n, ia, ja, contexta, ib, jb, contextb
-            integer(c_signed_char), value :: type
+            integer(c_signed_char), value :: type, of_a, of_b
             type(c_ptr), value :: a, b, plan
             integer(c_int), intent(in) :: desca(9), descb(9)
         end function
 
-        integer(c_int) function plan_from_block_cyclic(context, a, desca, matrix, plan) &
-                bind(C, name="pmm3d_plan_from_block_cyclic")
-            import :: c_int, c_ptr
+        integer(c_int) function from_block_cyclic_in_c(context, a, desca, matrix, of_a, plan) &
+                bind(C, name="pmm3d_from_block_cyclic_f")
+            import :: c_int, c_ptr, c_signed_char
             integer(c_int), value :: context, matrix
-            type(c_ptr), value :: a
+            type(c_ptr), value :: a, plan
             integer(c_int), intent(in) :: desca(9)
-            integer(c_int), intent(out) :: plan
+            integer(c_signed_char), value :: of_a
         end function
 
-        integer(c_int) function plan_to_block_cyclic(matrix, context, a, desca, plan) &
-                bind(C, name="pmm3d_plan_to_block_cyclic")
-            import :: c_int, c_ptr
+        integer(c_int) function to_block_cyclic_in_c(matrix, context, a, desca, of_a, plan) &
+                bind(C, name="pmm3d_to_block_cyclic_f")
+            import :: c_int, c_ptr, c_signed_char
             integer(c_int), value :: matrix, context
-            type(c_ptr), value :: a
+            type(c_ptr), value :: a, plan
             integer(c_int), intent(in) :: desca(9)
-            integer(c_int), intent(out) :: plan
+            integer(c_signed_char), value :: of_a
         end function
 
-        integer(c_int) function from_blocks_in_c(block, box, order, matrix, plan) bind(C, name="pmm3d_from_blocks_f")
+        integer(c_int) function from_blocks_in_c(block, box, order, matrix, of_block, base, plan) &
+                bind(C, name="pmm3d_from_blocks_f")
             import :: c_int, c_int64_t, c_ptr, c_signed_char
             type(c_ptr), value :: block, plan
             integer(c_int64_t), intent(in) :: box(4)
-            integer(c_signed_char), value :: order
-            integer(c_int), value :: matrix
+            integer(c_signed_char), value :: order, of_block
+            integer(c_int), value :: matrix, base
         end function
 
-        integer(c_int) function to_blocks_in_c(matrix, block, box, order, plan) bind(C, name="pmm3d_to_blocks_f")
+        integer(c_int) function to_blocks_in_c(matrix, block, box, order, of_block, base, plan) &
+                bind(C, name="pmm3d_to_blocks_f")
             import :: c_int, c_int64_t, c_ptr, c_signed_char
-            integer(c_int), value :: matrix
+            integer(c_int), value :: matrix, base
             type(c_ptr), value :: block, plan
             integer(c_int64_t), intent(in) :: box(4)
-            integer(c_signed_char), value :: order
+            integer(c_signed_char), value :: order, of_block
         end function
     end interface
 
@@ -247,14 +235,18 @@ contains
         character(len=*), intent(in) :: layout
         class(*), intent(out) :: box(4)
         integer(c_int64_t) :: found(4)
-        code = box_in_c(grid, trim(layout)//c_null_char, wide(rows), wide(columns), found)
-        if (code /= PMM3D_OK) found = [-1, 0, -1, 0]
+        integer(c_int) :: bytes
+        bytes = 0
+        select type (box)
+        type is (integer(c_int32_t)); bytes = 4
+        type is (integer(c_int64_t)); bytes = 8
+        end select
+        found = 0
+        code = box_in_c(grid, trim(layout)//c_null_char, wide(rows), wide(columns), found, bytes)
         found = found + [1, 0, 1, 0]
         select type (box)
-        type is (integer(c_int32_t))
-            box = int(found, c_int32_t)
-        type is (integer(c_int64_t))
-            box = found
+        type is (integer(c_int32_t)); box = int(found, c_int32_t)
+        type is (integer(c_int64_t)); box = found
         end select
     end function
 
@@ -264,26 +256,17 @@ contains
         class(*), intent(in) :: rows, columns
         character, intent(in) :: type, order
         character(len=*), intent(in) :: layout
-        class(*), intent(in), target :: shard(..)
+        class(*), intent(inout), target :: shard(..)
         integer(c_int), intent(out) :: matrix
-        integer(c_signed_char) :: of_shard
-        integer(c_int64_t) :: elements
-        of_shard = 0
+        integer(c_int64_t) :: elements, leading
         elements = -1
+        leading = -1
         select rank (shard)
-        rank (0)
-            of_shard = type_of(shard)
-        rank (1)
-            elements = size(shard, kind=c_int64_t)
-            if (elements > 0) of_shard = type_of(shard(lbound(shard, 1)))
-        rank (2)
-            elements = size(shard, kind=c_int64_t)
-            if (elements > 0) of_shard = type_of(shard(lbound(shard, 1), lbound(shard, 2)))
-        rank (*)
-            of_shard = type_of(shard(1))
+        rank (1); elements = size(shard, kind=c_int64_t)
+        rank (2); elements = size(shard, kind=c_int64_t); leading = size(shard, 1, c_int64_t)
         end select
         code = matrix_in_c(grid, as_char(type), wide(rows), wide(columns), trim(layout)//c_null_char, as_char(order), &
-                           address(shard), of_shard, elements, matrix)
+                           address(shard), type_in(shard), elements, leading, matrix)
     end function
 
     integer(c_int) function pmm3d_matmul(transa, transb, alpha, a, b, beta, c) result(code)
@@ -308,11 +291,11 @@ contains
         integer(c_int), intent(in) :: context, m, n, k, ia, ja, ib, jb, ic, jc, desca(9), descb(9), descc(9)
         character, intent(in) :: type, transa, transb
         class(*), intent(in) :: alpha, beta
-        type(*), intent(in), target :: a(*), b(*)
-        type(*), target :: c(*)
-        code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, c_loc(a), ia, ja, &
-                          desca, c_loc(b), ib, jb, descb, beta, c_loc(c), ic, jc, descc, type_of(alpha), &
-                          type_of(beta), c_null_ptr)
+        class(*), intent(in), target :: a(..), b(..)
+        class(*), intent(inout), target :: c(..)
+        code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, address(a), ia, &
+                          ja, desca, address(b), ib, jb, descb, beta, address(c), ic, jc, descc, type_of(alpha), &
+                          type_of(beta), type_in(a), type_in(b), type_in(c), c_null_ptr)
     end function
 
     integer(c_int) function pmm3d_plan_pgemm(context, type, transa, transb, m, n, k, alpha, a, ia, ja, desca, b, ib, &
@@ -320,81 +303,95 @@ contains
         integer(c_int), intent(in) :: context, m, n, k, ia, ja, ib, jb, ic, jc, desca(9), descb(9), descc(9)
         character, intent(in) :: type, transa, transb
         class(*), intent(in) :: alpha, beta
-        type(*), intent(in), target :: a(..), b(..)
-        type(*), target :: c(..)
+        class(*), intent(inout), target :: a(..), b(..), c(..)
         integer(c_int), intent(out), target :: plan
         code = pgemm_in_c(context, as_char(type), as_char(transa), as_char(transb), m, n, k, alpha, address(a), ia, &
                           ja, desca, address(b), ib, jb, descb, beta, address(c), ic, jc, descc, type_of(alpha), &
-                          type_of(beta), c_loc(plan))
+                          type_of(beta), type_in(a), type_in(b), type_in(c), c_loc(plan))
     end function
 
     integer(c_int) function pmm3d_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb) &
             result(code)
         integer(c_int), intent(in) :: m, n, ia, ja, contexta, ib, jb, contextb, desca(9), descb(9)
         character, intent(in) :: type
-        type(*), intent(in), target :: a(*)
-        type(*), target :: b(*)
-        code = pgemr2d_in_c(as_char(type), m, n, c_loc(a), ia, ja, desca, contexta, c_loc(b), ib, jb, descb, contextb, &
-                            c_null_ptr)
+        class(*), intent(in), target :: a(..)
+        class(*), intent(inout), target :: b(..)
+        code = pgemr2d_in_c(as_char(type), m, n, address(a), ia, ja, desca, contexta, address(b), ib, jb, descb, &
+                            contextb, type_in(a), type_in(b), c_null_ptr)
     end function
 
     integer(c_int) function pmm3d_plan_pgemr2d(type, m, n, a, ia, ja, desca, contexta, b, ib, jb, descb, contextb, &
                                                plan) result(code)
         integer(c_int), intent(in) :: m, n, ia, ja, contexta, ib, jb, contextb, desca(9), descb(9)
         character, intent(in) :: type
-        type(*), intent(in), target :: a(..)
-        type(*), target :: b(..)
+        class(*), intent(inout), target :: a(..), b(..)
         integer(c_int), intent(out), target :: plan
         code = pgemr2d_in_c(as_char(type), m, n, address(a), ia, ja, desca, contexta, address(b), ib, jb, descb, &
-                            contextb, c_loc(plan))
+                            contextb, type_in(a), type_in(b), c_loc(plan))
+    end function
+
+    integer(c_int) function pmm3d_from_block_cyclic(context, a, desca, matrix) result(code)
+        integer(c_int), intent(in) :: context, matrix, desca(9)
+        class(*), intent(in), target :: a(..)
+        code = from_block_cyclic_in_c(context, address(a), desca, matrix, type_in(a), c_null_ptr)
     end function
 
     integer(c_int) function pmm3d_plan_from_block_cyclic(context, a, desca, matrix, plan) result(code)
         integer(c_int), intent(in) :: context, matrix, desca(9)
-        type(*), intent(in), target :: a(..)
-        integer(c_int), intent(out) :: plan
-        code = plan_from_block_cyclic(context, address(a), desca, matrix, plan)
+        class(*), intent(inout), target :: a(..)
+        integer(c_int), intent(out), target :: plan
+        code = from_block_cyclic_in_c(context, address(a), desca, matrix, type_in(a), c_loc(plan))
+    end function
+
+    integer(c_int) function pmm3d_to_block_cyclic(matrix, context, a, desca) result(code)
+        integer(c_int), intent(in) :: context, matrix, desca(9)
+        class(*), intent(inout), target :: a(..)
+        code = to_block_cyclic_in_c(matrix, context, address(a), desca, type_in(a), c_null_ptr)
     end function
 
     integer(c_int) function pmm3d_plan_to_block_cyclic(matrix, context, a, desca, plan) result(code)
-        integer(c_int), intent(in) :: matrix, context, desca(9)
-        type(*), target :: a(..)
-        integer(c_int), intent(out) :: plan
-        code = plan_to_block_cyclic(matrix, context, address(a), desca, plan)
+        integer(c_int), intent(in) :: context, matrix, desca(9)
+        class(*), intent(inout), target :: a(..)
+        integer(c_int), intent(out), target :: plan
+        code = to_block_cyclic_in_c(matrix, context, address(a), desca, type_in(a), c_loc(plan))
     end function
 
     integer(c_int) function pmm3d_from_blocks(block, box, order, matrix) result(code)
-        type(*), intent(in), target :: block(*)
         class(*), intent(in) :: box(4)
         character, intent(in) :: order
         integer(c_int), intent(in) :: matrix
-        code = from_blocks_in_c(c_loc(block), from_0(box), as_char(order), matrix, c_null_ptr)
+        class(*), intent(in), target :: block(..)
+        code = from_blocks_in_c(address(block), all_wide(box), as_char(order), matrix, &
+                                type_in(block), 1_c_int, c_null_ptr)
     end function
 
     integer(c_int) function pmm3d_plan_from_blocks(block, box, order, matrix, plan) result(code)
-        type(*), intent(in), target :: block(..)
         class(*), intent(in) :: box(4)
         character, intent(in) :: order
         integer(c_int), intent(in) :: matrix
+        class(*), intent(inout), target :: block(..)
         integer(c_int), intent(out), target :: plan
-        code = from_blocks_in_c(address(block), from_0(box), as_char(order), matrix, c_loc(plan))
+        code = from_blocks_in_c(address(block), all_wide(box), as_char(order), matrix, &
+                                type_in(block), 1_c_int, c_loc(plan))
     end function
 
     integer(c_int) function pmm3d_to_blocks(matrix, block, box, order) result(code)
-        integer(c_int), intent(in) :: matrix
-        type(*), target :: block(*)
         class(*), intent(in) :: box(4)
         character, intent(in) :: order
-        code = to_blocks_in_c(matrix, c_loc(block), from_0(box), as_char(order), c_null_ptr)
+        integer(c_int), intent(in) :: matrix
+        class(*), intent(inout), target :: block(..)
+        code = to_blocks_in_c(matrix, address(block), all_wide(box), as_char(order), &
+                              type_in(block), 1_c_int, c_null_ptr)
     end function
 
     integer(c_int) function pmm3d_plan_to_blocks(matrix, block, box, order, plan) result(code)
-        integer(c_int), intent(in) :: matrix
-        type(*), target :: block(..)
         class(*), intent(in) :: box(4)
         character, intent(in) :: order
+        integer(c_int), intent(in) :: matrix
+        class(*), intent(inout), target :: block(..)
         integer(c_int), intent(out), target :: plan
-        code = to_blocks_in_c(matrix, address(block), from_0(box), as_char(order), c_loc(plan))
+        code = to_blocks_in_c(matrix, address(block), all_wide(box), as_char(order), &
+                              type_in(block), 1_c_int, c_loc(plan))
     end function
 
     integer(c_signed_char) function as_char(letter)
@@ -414,28 +411,49 @@ contains
         end select
     end function
 
-    ! An integer of 4 or of 8 bytes, in 8; -1 for another type.
+    ! The type of the elements of an array, as by type_of; 0: it has none; '#': three dimensions; '-': gaps.
+    integer(c_signed_char) function type_in(array) result(letter)
+        class(*), intent(in), target :: array(..)
+        letter = 0
+        select rank (array)
+        rank (0); letter = type_of(array)
+        rank (1); if (size(array) > 0) letter = type_of(array(lbound(array, 1)))
+        rank (2); if (size(array) > 0) letter = type_of(array(lbound(array, 1), lbound(array, 2)))
+        rank (*); letter = type_of(array(1))
+        rank default; letter = as_char('#')
+        end select
+        if (.not. c_associated(address(array))) letter = as_char('-') ! gfortran 12: is_contiguous of class(*) is wrong
+    end function
+
+    ! An integer of 4 or of 8 bytes, in 8; -huge for another type.
     integer(c_int64_t) function wide(number)
         class(*), intent(in) :: number
-        wide = -1
+        wide = -huge(wide)
         select type (number)
         type is (integer(c_int32_t)); wide = number
         type is (integer(c_int64_t)); wide = number
         end select
     end function
 
-    ! A box, counted from 0, the ends excluded.
-    function from_0(box) result(found)
+    function all_wide(box) result(found)
         class(*), intent(in) :: box(4)
         integer(c_int64_t) :: found(4)
         integer :: i
-        found = [(wide(box(i)), i=1, 4)] - [1, 0, 1, 0]
+        found = [(wide(box(i)), i=1, 4)]
     end function
 
-    ! The address of an array or of an element; null for a section with gaps.
+    ! The address of an array or of an element; null for a section with gaps. The strides of one column do not count.
     type(c_ptr) function address(array)
+        class(*), intent(in), target :: array(..)
+        address = start(array)
+        select rank (array)
+        rank (2); if (size(array, 2) == 1) address = start(array(:, lbound(array, 2)))
+        end select
+    end function
+
+    type(c_ptr) function start(array)
         type(*), intent(in), target :: array(..)
-        address = c_null_ptr
-        if (is_contiguous(array)) address = c_loc(array)
+        start = c_null_ptr
+        if (is_contiguous(array)) start = c_loc(array)
     end function
 end module

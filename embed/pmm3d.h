@@ -3,19 +3,20 @@
    The first call starts Python in this process: the interpreter of PMM3D_PYTHON (its path), or else the one with which
    the library was built. Python uses the MPI of this process.
 
-   Errors. Every function returns PMM3D_OK or another of the codes below; pmm3d_last_error returns the text. An error
-   in the arguments of a collective call, on any rank, is returned on every rank, with the same text, before anything
-   is sent. Then pmm3d_error_everywhere returns 1. If it returns 0, other ranks may wait in a call: end the job. This is
-   so if none of the numbers passed names an object, and the process has several grids or contexts; for a wrong plan in
-   pmm3d_run; and for a communicator that the process cannot use. The library ends the process only if a call can never
-   return: if a rank is lost, or if ranks wait for each other. Any other wait beyond PMM3D_TIMEOUT (600 seconds; 0: no
-   limit) is logged, and continues.
+   Errors. Every function returns PMM3D_OK or another of the codes below; pmm3d_last_error returns the text. An error in
+   the arguments of a collective call, on any rank, is returned on every rank, with the same text, before anything is
+   sent. Then pmm3d_error_everywhere returns 1. If it returns 0, other ranks may wait in a call: end the job. This is so
+   for a communicator that the process cannot use; for a wrong plan in pmm3d_run; and, in a process with several grids
+   or contexts, if the number of the object over which the call is collective names none (pmm3d_matmul: if none of the
+   three names one). The library ends the process only if a call can never return: if a rank is lost, or if ranks wait
+   for each other. Any other wait beyond PMM3D_TIMEOUT (600 seconds; 0: no limit) is logged, and continues.
 
    Order. Call MPI_Init or MPI_Init_thread first. Users are counted: each component of a program (the program itself, a
-   library) calls pmm3d_start at its begin and pmm3d_finalize at its end, on all its ranks. pmm3d_finalize of the last
-   user frees all objects. An earlier one frees none. A program with one component may omit pmm3d_start: pmm3d_grid and
-   pmm3d_context count one user if there is none. After the last pmm3d_finalize, a program may start again. Numbers of
-   freed objects are not used again. MPI_Finalize frees all objects, whatever the count.
+   library) calls pmm3d_start at its begin and pmm3d_finalize at its end, on all its ranks. Each component frees its own
+   objects with pmm3d_free before pmm3d_finalize. If components run on different ranks, they must: users are counted on
+   each rank, and only pmm3d_finalize of the last user frees all objects. A program with one component may omit
+   pmm3d_start: pmm3d_grid and pmm3d_context count one user if there is none. After the last pmm3d_finalize, a program
+   may start again. Numbers of freed objects are not used again. MPI_Finalize frees all objects, whatever the count.
 
    Threads. One thread at a time may call. A call during another call returns PMM3D_ERROR_THREAD. Below
    MPI_THREAD_SERIALIZED only the thread that started MPI may call, and messages make progress only in calls, so nothing
@@ -112,12 +113,12 @@ int pmm3d_pgemm(int context, char type, char transa, char transb, int m, int n, 
                 const void *beta, void *c, int ic, int jc, const int descc[9]);
 
 /* As ScaLAPACK's p?gemr2d: sub(B) = sub(A), m x n, between two contexts of the same ranks in the same order.
-   Collective. */
+   Collective over the communicator of contexta. */
 int pmm3d_pgemr2d(char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b,
                   int ib, int jb, const int descb[9], int contextb);
 
 /* matrix = a, and a = matrix, where a is block-cyclic. The context has the ranks of the matrix's grid, in the same
-   order. Collective. */
+   order. Collective over the grid of the matrix. */
 int pmm3d_from_block_cyclic(int context, const void *a, const int desca[9], int matrix);
 int pmm3d_to_block_cyclic(int matrix, int context, void *a, const int desca[9]);
 
@@ -131,8 +132,9 @@ int pmm3d_to_blocks(int matrix, void *block, const int64_t box[4], char order);
 /* Plans, for operations that are repeated with the same arguments. pmm3d_plan_NAME takes the arguments of pmm3d_NAME,
    checks and plans the operation, and stores the arguments, also alpha and beta. pmm3d_run executes it on the current
    elements of the matrices and arrays: keep these in place until the plan is freed. Small operations gain most.
-   Planning, pmm3d_run, and pmm3d_free of a plan are collective, as the operation. All ranks run the same plan: plans of
-   matrices alone do not compare the calls of the ranks. */
+   Planning, pmm3d_run, and pmm3d_free of a plan are collective, as the operation. pmm3d_run of a plan of
+   pmm3d_plan_matmul or pmm3d_plan_redistribute does not compare the ranks, except with PMM3D_DEBUG=1: if ranks run
+   different plans, they hang, or the result is wrong. */
 int pmm3d_run(int plan);
 int pmm3d_plan_matmul(char transa, char transb, const void *alpha, int a, int b, const void *beta, int c, int *plan);
 int pmm3d_plan_pgemm(int context, char type, char transa, char transb, int m, int n, int k, const void *alpha,

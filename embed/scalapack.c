@@ -7,7 +7,7 @@
                            if m n k / ranks is below L^3. The value of the first rank of a process grid counts for the
                            grid
    PMM3D_EMBED_LOG         a file, and no symbolic link, to which each process appends a line when it is loaded, a line
-                           for each call (routine, sizes, library), and a summary in MPI_Finalize */
+                           for each call (routine, sizes, library), and, if it made a call, a summary in MPI_Finalize */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -166,7 +166,8 @@ static Calls *left_because(const char *why) {
     return left + reasons++;
 }
 
-static void by_scalapack(const Call *call, const char *why) {
+/* begun: the time at which PMM3D was first asked. */
+static void by_scalapack(const Call *call, const char *why, double begun) {
     int rows, columns, row, column;
     if (!call->scalapacks) {
         give_up(call, why, 0);
@@ -179,7 +180,6 @@ static void by_scalapack(const Call *call, const char *why) {
             fprintf(stderr, "pmm3d: %s is left to ScaLAPACK (further calls for this reason are not reported): %s\n",
                     call->name, calls->why);
     }
-    double begun = MPI_Wtime();
     call->scalapacks(call->transa, call->transb, call->m, call->n, call->k, call->alpha, call->a, call->ia, call->ja,
                      call->desca, call->b, call->ib, call->jb, call->descb, call->beta, call->c, call->ic, call->jc,
                      call->descc, 1, 1);
@@ -300,18 +300,22 @@ static void multiply(const Call *call) {
     int nine[3][9];
     MPI_Comm comm = MPI_COMM_NULL;
     const char *why = why_not(call, nine);
+    double begun = MPI_Wtime();
     Known *on = why ? NULL : known(call->desca[CTXT], &comm);
     if (!on || is_small(call, on)) {
-        by_scalapack(call, on ? TOO_SMALL : why ? why : "this rank is not in the process grid");
+        by_scalapack(call, on ? TOO_SMALL : why ? why : "this rank is not in the process grid",
+                     begun);
         return;
     }
-    if (!on->tried) start(on, comm);
+    if (!on->tried) {
+        start(on, comm);
+        begun = MPI_Wtime();
+    }
     if (!on->context) {
         if (on->alone) give_up(call, on->why_not, 0);
-        else by_scalapack(call, on->why_not);
+        else by_scalapack(call, on->why_not, begun);
         return;
     }
-    double begun = MPI_Wtime();
     int code = pmm3d_pgemm(on->context, call->type, *call->transa, *call->transb, *call->m, *call->n, *call->k,
                            call->alpha, call->a, *call->ia, *call->ja, nine[0], call->b, *call->ib, *call->jb, nine[1],
                            call->beta, call->c, *call->ic, *call->jc, nine[2]);
@@ -321,7 +325,7 @@ static void multiply(const Call *call) {
     }
     int everywhere = pmm3d_error_everywhere();
     pmm3d_last_error(text, sizeof text);
-    if (everywhere && code != PMM3D_ERROR_DISAGREEMENT) by_scalapack(call, text);
+    if (everywhere && code != PMM3D_ERROR_DISAGREEMENT) by_scalapack(call, text, begun);
     else give_up(call, text, everywhere);
 }
 

@@ -50,8 +50,8 @@ static int has_cffi(char *text, int size, const char *executable) {
     PyErr_Fetch(&kind, &error, &trace);
     PyObject *said = error ? PyObject_Str(error) : NULL;
     const char *why = said ? PyUnicode_AsUTF8(said) : NULL;
-    snprintf(text, size, "the Python of %s lacks a package: %s. Install it there: pip install \".[embed]\" in the "
-             "clone of pmm3d, or name another Python in PMM3D_PYTHON", executable, why ? why : "cffi");
+    snprintf(text, size, "the Python of %s lacks a package: %s. Install the library again: make embed or make "
+             "install, or name another Python in PMM3D_PYTHON", executable, why ? why : "cffi");
     Py_XDECREF(said);
     Py_XDECREF(kind);
     Py_XDECREF(error);

@@ -5,8 +5,8 @@ separate thread, also while they compute. The leader is rank 0. Its deputy takes
 
 The leader ends the job if two consecutive inquiries find the same endless waits: waits in a cycle, or waits for a lost
 rank. A rank is lost if it is dead or has left the program. A rank that has not answered for the time limit counts as
-lost too, unless a rank of its host reports that it computes. Any other wait that exceeds the time limit is logged once
-and continues.
+lost too, unless a rank of its host reports that it computes, or MPI's thread level is below MPI_THREAD_MULTIPLE: then
+ranks answer only while they wait. Any other wait that exceeds the time limit is logged once and continues.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ LEADER_SECONDS = 3.0
 """Minimum seconds between two complaints. The leader needs this time for an inquiry."""
 PATIENCE_SECONDS = 3.0
 """Time limit for answers in seconds, plus 1 ms for each rank."""
+ONLY_WAITERS = "This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
 LAST_RESORT_SECONDS = 15
 """MPI_Abort ends the job within a second, or hangs. After these seconds the process ends itself."""
 HUNG = 70
@@ -68,7 +69,7 @@ class Watch:
     bind       function that binds a thread to the device. The thread calls it before MPI, because MPI may then move
                messages of device memory
     silence    whether a rank that does not answer counts as lost. False while a Grid is made, because a rank that has
-               not come cannot answer
+               not come cannot answer. Ranks of a grid that have no thread are not lost by silence
     doing      function that returns the description of this rank's current pipeline action, or ""
 
     threaded   attribute: whether a thread answers. False if MPI does not allow it; then only ranks that wait answer
@@ -91,14 +92,14 @@ class Watch:
         self.ending = ""
         self._comm, self._processes = comm, processes or Processes.unknown(comm.size)
         self._early = min(self.timeout, DEBUG_INQUIRY_SECONDS if debug else INQUIRY_SECONDS)
-        self._bind, self._silence, self._doing = bind, silence, doing
+        self._bind, self._doing = bind, doing
         deputy = [*self._processes.first_ranks(), 1][1]  # on another host, if there is one
         self._leaders = [0, deputy][: comm.size]
         self._neighbours = self._processes.neighbours(comm.rank)
         self._waits: dict[int, tuple[Record, float]] = {}
         self._gone: dict[int, str] = {}
         self._silent: dict[int, float] = {}
-        self._complained, self._asked = -inf, -inf
+        self._complained, self._asked, self._unheard = -inf, -inf, 0
         self._inquiry: Inquiry | None = None
         self._suspects: dict[int, hang.Collective] = {}
         self._next_inquiry = 0.0
@@ -109,6 +110,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._at_finalize = MPI.KEYVAL_INVALID
         self.threaded = processes is not None and self.timeout > 0 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._silence = silence and (self.threaded or processes is None)
 
     def start(self) -> None:
         """Start the thread that answers until `stop`. MPI.Finalize() first deletes the attributes of COMM_SELF, and one
@@ -189,14 +191,16 @@ class Watch:
 
     def _complain(self, now: float) -> None:
         """Send a complaint about a long wait to the leader, or to its deputy if no question has come since the last
-        complaint."""
+        complaint. If the deputy does not ask either, log a wait beyond the time limit here."""
         longest = max((now - begun for _, begun in list(self._waits.values())), default=0.0)
         if not self.timeout or longest < self._early:
             self._complained = -inf
         elif now - max(self._complained, self._asked) >= max(self._early, LEADER_SECONDS):
-            unheard = self._complained > self._asked
+            self._unheard = self._unheard + 1 if self._complained > self._asked else 0
             self._complained = now
-            self._send(self._leaders[unheard], "complaint", None)
+            self._send(self._leaders[min(self._unheard, 1)], "complaint", None)
+            if self._unheard > 1:
+                self._note({self._comm.rank: self._status(now, [])})
 
     def _inquire(self, now: float) -> None:
         """Ask all ranks for their status. Ranks on the host of a rank that did not answer last time also report whether
@@ -243,7 +247,8 @@ class Watch:
             for leader in self._leaders:
                 self._send(leader, "noted", longest.collective)
             self._noted = longest.collective
-            logger.warning(hang.long_wait(answers, self._gone, self._processes, self.timeout))
+            note = hang.long_wait(answers, self._gone, self._processes, self.timeout)
+            logger.warning(note if self.threaded or not self._processes[0].pid else f"{note} {ONLY_WAITERS}")
 
     def _status(self, now: float, silent: Sequence[int]) -> RankStatus:
         """Return the status of this rank. silent: ranks of this host of which the status tells whether they compute."""
@@ -275,8 +280,6 @@ class Watch:
             f"The limit is {self.timeout:g} s: PMM3D_TIMEOUT, or timeout= of a Grid; 0 for none. Certain "
             "deadlocks are ended before it."
         )
-        if not self.threaded and self._processes[0].pid:
-            limit += " This MPI's thread level is below MPI_THREAD_MULTIPLE: ranks that do not wait cannot answer."
         abort_job(self._comm, hang.diagnosis(answers, self._gone, silent, self._processes, limit), HUNG)
 
 

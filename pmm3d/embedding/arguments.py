@@ -26,6 +26,14 @@ CHARACTERS = {"kind": "type", "transa": "transa", "transb": "transb", "order": "
 """Arguments that are characters, and their names in embed/pmm3d.h."""
 ADDRESSES = "layout", "alpha", "beta", "desca", "descb", "descc"
 """Arguments that are addresses of a text, a number or a descriptor."""
+NO_INTEGER = -(2**63 - 1)
+"""In Fortran, in place of a value that is no integer of 4 or 8 bytes."""
+REFUSED = {
+    "-": "a section of an array with gaps, such as a(1:n, :), which cannot be used in place: pass a whole array, or "
+    "whole columns",
+    "#": "an array of three dimensions or more: pass whole columns of it, such as a(:, :, 1), or its first element",
+}
+"""In place of the type of an array in Fortran, and what the array is."""
 DESCRIPTOR = "M", "N", "MB", "NB", "RSRC", "CSRC"
 MATRICES = "a", "b", "c", "matrix", "source", "target"
 """Arguments that are numbers of matrices. If a call has the descriptor of one, it is an address."""
@@ -157,19 +165,24 @@ def array_at(name: str, address: int, shape: tuple[int, int], dtype: str, order:
     if 0 in shape:
         return np.empty(shape, dtype, order="F" if order == "F" else "C")
     if address == 0:
-        raise LayoutError(
-            f"{name} is a NULL pointer; in Fortran, it is a section of an array with gaps, such as a(1:n, :), which "
-            "cannot be used in place: pass a whole array, or whole columns"
-        )
+        raise LayoutError(f"{name} is a NULL pointer to {shape[0]} x {shape[1]} elements")
     pointer = Pointer(address, shape if order == "C" else shape[::-1], np.dtype(dtype))
     array = np.asarray(pointer)
     return array if order == "C" else array.T
 
 
-def box_at(address: int) -> list[int]:
-    """Read the box of a block: row start, row end, column start, column end. Raises LayoutError."""
+def box_at(address: int, base: int) -> list[int]:
+    """Read the box of a block: row start, row end, column start, column end. base: from which starts count, 0 or 1.
+    Raises LayoutError."""
     check_address("box", address)
-    return list((ctypes.c_int64 * 4).from_address(address))
+    box = (ctypes.c_int64 * 4).from_address(address)
+    check_integers(*box)
+    return [box[0] - base, box[1], box[2] - base, box[3]]
+
+
+def check_integers(*values: int) -> None:
+    if NO_INTEGER in values:
+        raise LayoutError("sizes and boxes are integers of 4 or 8 bytes: declare them with such a type")
 
 
 def scalar_at(name: str, address: int, kind: int, dtype: str) -> Any:
@@ -183,7 +196,10 @@ def scalar_at(name: str, address: int, kind: int, dtype: str) -> Any:
 
 
 def check_type(name: str, kind: int, dtype: str) -> None:
-    """Raise DTypeError if a type, as a letter, is known and is not that of the matrices."""
+    """Raise DTypeError if a type, as a letter, is known and is not that of the matrices, and LayoutError if the letter
+    is that of an array which cannot be used."""
+    if chr(kind) in REFUSED:
+        raise LayoutError(f"{name} is {REFUSED[chr(kind)]}")
     if kind and TYPES.get(letter(kind).lower()) != dtype:
         wanted = next(known for known, full in TYPES.items() if full == dtype)
         given = f"has the type '{chr(kind)}'" if chr(kind) in TYPES else "has none of the types 's', 'd', 'c' and 'z'"

@@ -15,7 +15,7 @@ from ..product import BlacsContext, Descriptor, DistMatrix
 from ..product.checks import check_out
 from ..product.redistribution import planned
 from ..product.relayout import redistribution
-from .arguments import array_at, check_address, in_short, letter, shown
+from .arguments import array_at, check_address, check_type, in_short, letter, shown
 
 KEPT_DESCRIPTORS = 256
 """Descriptors cached per context. One more empties the cache."""
@@ -26,11 +26,13 @@ class Held(NamedTuple):
 
     ordinal   number of the object among those of its grid. Ranks of the grid make its objects in the same order, so
               the ordinal is the same on all of them. The number is not, if a rank has objects on other communicators
+    lasting   whether only MPI_Finalize frees the object
     """
 
     thing: Grid | DistMatrix | HeldContext | HeldPlan
     grid: Grid
     ordinal: int
+    lasting: bool
 
     @property
     def kind(self) -> str:
@@ -99,8 +101,9 @@ class HeldContext:
         """Collective."""
         self.context.close()
 
-    def part(self, name: str, address: int, numbers: int, dtype: str) -> LocalPart:
-        """Raises LayoutError."""
+    def part(self, name: str, address: int, numbers: int, dtype: str, kind: int) -> LocalPart:
+        """kind: the type of the array, as a letter, or 0. Raises LayoutError and DTypeError."""
+        check_type(name, kind, dtype)
         check_address(f"the descriptor of {name}", numbers)
         values = tuple((ctypes.c_int * 9).from_address(numbers))
         key = values[:1] + values[2:]
@@ -118,6 +121,11 @@ class HeldContext:
             raise LayoutError(
                 f"the descriptor of {name} is {values}: as of integers of 8 bytes. They are of 4: "
                 "compile without -i8 or -fdefault-integer-8, or copy it"
+            )
+        if min(values[6:8]) < 0:
+            raise LayoutError(
+                f"the descriptor of {name} has RSRC {values[6]} and CSRC {values[7]}: process row and column of the "
+                "first block, from 0. A matrix of which all of them have a copy (-1) cannot be used"
             )
         return self.context.from_array(values)
 

@@ -16,13 +16,14 @@ from ..arrays.numpy_library import ADDRESSED
 from ..comm import CallersCall, Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
-from ..product import BlacsContext, DistMatrix, MatmulPlan, PgemmPlan, Redistribution, matmul, pgemm, pgemr2d
+from ..product import BlacsContext, DistMatrix, MatmulPlan, PgemmPlan, Redistribution, matmul, pgemm
 from ..product.redistribution import part_of
 from .arguments import (
-    TYPES,
+    NO_INTEGER,
     array_at,
     box_at,
     check_address,
+    check_integers,
     check_type,
     communicator,
     dtype_named,
@@ -31,7 +32,6 @@ from .arguments import (
     letter,
     order_named,
     scalar_at,
-    shown,
     shown_arguments,
 )
 from .held import KINDS, Held, HeldContext, HeldPlan, LocalPart, between, operand
@@ -56,22 +56,23 @@ class Host:
     """The caller's objects and the operations on them. Arguments are those of embed/pmm3d.h, with addresses and
     characters as integers.
 
-    of_alpha, of_beta   the types of the factors, as letters; 0 if they are unknown, as in C
+    of_NAME             the type of an argument, as a letter; 0 if it is unknown, as in C. For arrays also REFUSED
     plan                address of the number of a plan, or AT_ONCE: run the operation, and keep no plan
     """
 
     def __init__(self) -> None:
         self._objects: dict[int, Held] = {}
-        self._lasting: set[int] = set()
         self._last = 0
         self._limits: dict[Grid, int] = {}  # bytes of work arrays in products
         self._ordinals: list[int] = []  # of the matrices and the plan of the present call
+        self._plans = False  # whether the present call is pmm3d_plan_NAME
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
-        """Call a method by name. Never raises."""
+        """Call a method by name; plan_NAME calls NAME. Never raises."""
         try:
             self._ordinals.clear()
-            found: Callable[..., tuple[int, ...] | None] = getattr(self, name)
+            self._plans = name.startswith("plan_")
+            found: Callable[..., tuple[int, ...] | None] = getattr(self, name.removeprefix("plan_"))
             call = CallersCall(f"pmm3d_{name}", partial(self._shown, found, arguments))
             results = call.run(lambda: found(*arguments))
             return Answer(0, False, "", results or ())
@@ -82,7 +83,10 @@ class Host:
 
     def _shown(self, found: Callable[..., object], arguments: Sequence[int]) -> list[str]:
         matrices = {number: held.thing for number, held in self._objects.items() if isinstance(held.thing, DistMatrix)}
-        return shown_arguments(signature(found).parameters, arguments, matrices)
+        names = signature(found).parameters
+        texts, given = shown_arguments(names, arguments, matrices), dict(zip(names, arguments))
+        held = self._objects.get(given["number" if "descc" in given else "c"]) if "of_alpha" in given else None
+        return texts if held is None else [*texts, f"max_workspace={self._limits.get(held.grid, 0)}"]
 
     def grid(self, comm: int, gx: int, gy: int, gz: int, out: int) -> tuple[int]:
         """Collective."""
@@ -93,7 +97,7 @@ class Host:
     def grid_for(self, comm: int, kind: int, m: int, n: int, k: int, out: int) -> tuple[int]:
         """Collective."""
         with errors_returned(communicator(comm)) as parent:
-            grid = Grid(parent, "auto", product=(m, n, k), dtype=TYPES.get(letter(kind).lower(), shown(kind)))
+            grid = Grid(parent, "auto", product=(m, n, k), dtype=dtype_named(kind))
         return self._opened(grid, grid, "grid", out)
 
     def grid_shape(self, number: int, out: int) -> tuple[int, ...]:
@@ -104,14 +108,19 @@ class Host:
     def max_workspace(self, number: int, limit: int) -> None:
         """Limit the bytes of work arrays in later products of a grid or a context. 0: no limit."""
         self._found(number, Grid, HeldContext)
+        check_integers(limit)
         if limit < 0:
             raise LayoutError(f"the limit of the work arrays is a number of bytes, 0 for no limit; got {limit}")
         self._limits[self._objects[number].grid] = limit
 
-    def box(self, number: int, layout: int, rows: int, columns: int, out: int) -> tuple[int, ...]:
+    def box(self, number: int, layout: int, rows: int, columns: int, out: int, size: int) -> tuple[int, ...]:
+        """size: bytes of the caller's integers; 0: they are none."""
         check_address("box", out)
         grid = self._found(number, Grid)
         check_dims(rows, columns, 1)
+        check_integers(size or NO_INTEGER)
+        if max(rows, columns) >= 256**size // 2:
+            raise LayoutError(f"a box of {rows} x {columns} elements needs integers of 8 bytes")
         return layout_named(layout).box((rows, columns), grid.shape, grid.coords)
 
     def matrix(
@@ -125,12 +134,14 @@ class Host:
         shard: int,
         of_shard: int,
         elements: int,
+        leading: int,
         out: int,
     ) -> tuple[int]:
         """Collective.
 
         of_shard   type of the shard, as a letter, or 0 if it is unknown
         elements   number of elements of the shard, or -1 if it is unknown
+        leading    number of elements in the first of its two dimensions, as in Fortran, or -1
         """
         with refused_by_all(self._grid_of(number), "DistMatrix.from_local"):
             grid = self._found(number, Grid)
@@ -139,11 +150,11 @@ class Host:
             check_dims(rows, columns, itemsize(dtype))
             shape = placed.box((rows, columns), grid.shape, grid.coords).shape
             check_type("shard", of_shard, dtype)
+            expected = f"in this layout it has {shape[0]} rows and {shape[1]} columns on this rank: allocate those of "
             if 0 <= elements < shape[0] * shape[1]:
-                raise LayoutError(
-                    f"the shard has {elements} elements; in this layout it has {shape[0]} rows and {shape[1]} columns "
-                    "on this rank: allocate those of pmm3d_box"
-                )
+                raise LayoutError(f"the shard has {elements} elements; {expected}pmm3d_box")
+            if leading not in (-1, shape[stored == "C"]) and 0 not in shape:
+                raise LayoutError(f"the first dimension of the shard has {leading} elements; {expected}pmm3d_box")
             local = array_at("shard", shard, shape, dtype, stored)
         made = DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored, copy=False)
         return (self._keep(made, grid),)
@@ -182,22 +193,25 @@ class Host:
 
     def run(self, number: int) -> None:
         """Collective."""
-        plan = self._found(number, HeldPlan)
-        self._objects[number].grid.engine.guard.check_open()
+        plan, grid = self._found(number, HeldPlan), self._objects[number].grid
+        grid.engine.guard.check_open()
+        if grid.debug:  # plans of matrices alone do not compare the ranks
+            with grid.collective_call("run", always=True):
+                pass
         plan.run()
 
     def redistribute(self, source: int, target: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        with refused_by_all(self._grid_of(source, target), "redistribute"):
+        with refused_by_all(self._grid_of(source), "redistribute"):
             check_address("plan", plan)
             origin, out = self._found(source, DistMatrix), self._found(target, DistMatrix)
         return self._run_or_keep(plan, origin.grid, between(origin, out))
 
-    def context(self, comm: int, rows: int, columns: int, order: int, out: int) -> tuple[int]:
-        """Collective."""
+    def context(self, comm: int, rows: int, columns: int, order: int, out: int, lasting: int) -> tuple[int]:
+        """Collective. lasting: 1 for a context that only MPI_Finalize frees."""
         with errors_returned(communicator(comm)) as parent:
             context = BlacsContext(parent, (rows, columns), letter(order))
-        return self._opened(HeldContext(context), context.grid, "context", out)
+        return self._opened(HeldContext(context), context.grid, "context", out, bool(lasting))
 
     def pgemm(
         self,
@@ -224,6 +238,9 @@ class Host:
         descc: int,
         of_alpha: int,
         of_beta: int,
+        of_a: int,
+        of_b: int,
+        of_c: int,
         plan: int,
     ) -> tuple[int, ...]:
         """Collective."""
@@ -231,15 +248,15 @@ class Host:
             context = self._found(number, HeldContext)
             check_address("plan", plan)
             dtype = dtype_named(kind)
-            of_a, of_b = context.part("a", a, desca, dtype), context.part("b", b, descb, dtype)
-            of_c = context.part("c", c, descc, dtype)
+            in_a, in_b = context.part("a", a, desca, dtype, of_a), context.part("b", b, descb, dtype, of_b)
+            in_c = context.part("c", c, descc, dtype, of_c)
             factors, limit = self._options(context.grid, dtype, alpha, beta, of_alpha, of_beta)
         sizes = letter(transa), letter(transb), m, n, k
-        arrays = of_a.local, of_b.local, of_c.local
-        part_a, part_b, part_c = (ia, ja, of_a.descriptor), (ib, jb, of_b.descriptor), (ic, jc, of_c.descriptor)
+        arrays = in_a.local, in_b.local, in_c.local
+        part_a, part_b, part_c = (ia, ja, in_a.descriptor), (ib, jb, in_b.descriptor), (ic, jc, in_c.descriptor)
         if plan == AT_ONCE:
-            in_a, in_b = (arrays[0], *part_a), (arrays[1], *part_b)
-            pgemm(*sizes, factors["alpha"], *in_a, *in_b, factors["beta"], arrays[2], *part_c, max_workspace=limit)
+            read = arrays[0], *part_a, arrays[1], *part_b
+            pgemm(*sizes, factors["alpha"], *read, factors["beta"], arrays[2], *part_c, max_workspace=limit)
             return ()
         product = PgemmPlan(*sizes, *part_a, *part_b, *part_c, dtype=dtype, max_workspace=limit)
         return (self._keep(HeldPlan(partial(product, *arrays, **factors), product.close), context.grid),)
@@ -259,62 +276,64 @@ class Host:
         jb: int,
         descb: int,
         contextb: int,
+        of_a: int,
+        of_b: int,
         plan: int,
     ) -> tuple[int, ...]:
         """Collective."""
-        with refused_by_all(self._grid_of(contexta, contextb), "pgemr2d"):
+        with refused_by_all(self._grid_of(contexta), "pgemr2d"):
             check_address("plan", plan)
             dtype = dtype_named(kind)
             source, target = self._found(contexta, HeldContext), self._found(contextb, HeldContext)
-            of_a, of_b = source.part("a", a, desca, dtype), target.part("b", b, descb, dtype)
-            if plan != AT_ONCE:
-                check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
-                sides = (
-                    part_of("pgemr2d", "A", ia, ja, of_a.descriptor, m, n),
-                    part_of("pgemr2d", "B", ib, jb, of_b.descriptor, m, n),
-                )
-        if plan != AT_ONCE:
-            return self._moved(plan, source.grid, sides, (of_a.local, of_b.local), dtype)
-        pgemr2d(m, n, of_a.local, ia, ja, of_a.descriptor, of_b.local, ib, jb, of_b.descriptor)
-        return ()
+            in_a, in_b = source.part("a", a, desca, dtype, of_a), target.part("b", b, descb, dtype, of_b)
+            check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
+            sides = (
+                part_of("pgemr2d", "A", ia, ja, in_a.descriptor, m, n),
+                part_of("pgemr2d", "B", ib, jb, in_b.descriptor, m, n),
+            )
+        return self._moved(plan, source.grid, sides, (in_a.local, in_b.local), dtype)
 
-    def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int, plan: int) -> tuple[int, ...]:
+    def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int, of_a: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca, plan)
+        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca, of_a, plan)
         sides = part.descriptor.cyclic, held.layout
         return self._moved(plan, held.grid, sides, (part.local, held.memory), held.dtype, held.order)
 
-    def to_block_cyclic(self, matrix: int, context: int, a: int, desca: int, plan: int) -> tuple[int, ...]:
+    def to_block_cyclic(self, matrix: int, context: int, a: int, desca: int, of_a: int, plan: int) -> tuple[int, ...]:
         """Collective."""
-        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca, plan)
+        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca, of_a, plan)
         sides = held.layout, part.descriptor.cyclic
         return self._moved(plan, held.grid, sides, (held.memory, part.local), held.dtype, held.order)
 
     def _cyclic(
-        self, what: str, matrix: int, context: int, a: int, desca: int, plan: int
+        self, what: str, matrix: int, context: int, a: int, desca: int, of_a: int, plan: int
     ) -> tuple[DistMatrix, LocalPart]:
-        """Raises on all ranks of the matrix, or of the context. Collective."""
-        with refused_by_all(self._grid_of(matrix, context), "Redistribution"):
+        """Raises on all ranks of the matrix. Collective."""
+        with refused_by_all(self._grid_of(matrix), "Redistribution"):
             check_address("plan", plan)
             held, within = self._found(matrix, DistMatrix), self._found(context, HeldContext)
             check_same_ranks(f"{what}: the context and the matrix are", held.grid, within.grid)
-            part = within.part("a", a, desca, held.dtype)
+            part = within.part("a", a, desca, held.dtype, of_a)
         return held, part
 
-    def from_blocks(self, block: int, box: int, order: int, matrix: int, plan: int) -> tuple[int, ...]:
-        """Collective."""
-        held, blocks, arrays = self._blocks("from_blocks", block, box, order, matrix, plan)
+    def from_blocks(
+        self, block: int, box: int, order: int, matrix: int, of_block: int, base: int, plan: int
+    ) -> tuple[int, ...]:
+        """Collective. base: from which the box counts."""
+        held, blocks, arrays = self._blocks("from_blocks", block, box, order, matrix, of_block, base, plan)
         sides = blocks, held.layout
         return self._moved(plan, held.grid, sides, (arrays, held.memory), held.dtype, held.order)
 
-    def to_blocks(self, matrix: int, block: int, box: int, order: int, plan: int) -> tuple[int, ...]:
-        """Collective."""
-        held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix, plan)
+    def to_blocks(
+        self, matrix: int, block: int, box: int, order: int, of_block: int, base: int, plan: int
+    ) -> tuple[int, ...]:
+        """Collective. base: from which the box counts."""
+        held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix, of_block, base, plan)
         sides = held.layout, blocks
         return self._moved(plan, held.grid, sides, (held.memory, arrays), held.dtype, held.order)
 
     def _blocks(
-        self, what: str, block: int, box: int, order: int, matrix: int, plan: int
+        self, what: str, block: int, box: int, order: int, matrix: int, of_block: int, base: int, plan: int
     ) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
         with refused_by_all(self._grid_of(matrix), what):
@@ -322,12 +341,13 @@ class Host:
         grid = held.grid
         with grid.collective_call(what, order, held._signature, always=True):
             check_address("plan", plan)
-            lies, found = order_named(order), box_at(box)
+            lies, found = order_named(order), box_at(box, base)
+            check_type("block", of_block, held.dtype)
             shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
             local = array_at("block", block, shape, held.dtype, lies)
         boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(found, np.int64))).wait()
         with grid.collective_call(what, always=True):
-            blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies)
+            blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies, base=base)
         if 0 in held.shape:
             return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.local_shapes(grid.rank)]
         tiles = blocks.tiles(grid.rank)
@@ -365,16 +385,12 @@ class Host:
         self._found(number, *KINDS)
         self._close(number)
 
-    def keep_to_the_end(self, number: int) -> None:
-        """Exempt an object from pmm3d_finalize."""
-        self._lasting.add(number)
-
     def finalize(self, everything: int) -> None:
-        """Free the objects, the newest first. Without `everything`, exempted objects are kept. A failed call can be
+        """Free the objects, the newest first. Without `everything`, lasting objects are kept. A failed call can be
         repeated. Collective."""
-        ending = self._objects if everything else self._objects.keys() - self._lasting
-        for number in sorted(ending, reverse=True):
-            self._close(number)
+        for number in sorted(self._objects, reverse=True):
+            if everything or not self._objects[number].lasting:
+                self._close(number)
 
     def _close(self, number: int) -> None:
         held = self._objects[number]
@@ -383,7 +399,7 @@ class Host:
         if isinstance(held.thing, (Grid, HeldContext)):
             self._limits.pop(held.grid, None)
 
-    def _opened(self, thing: Grid | HeldContext, grid: Grid, kind: str, out: int) -> tuple[int]:
+    def _opened(self, thing: Grid | HeldContext, grid: Grid, kind: str, out: int, lasting: bool = False) -> tuple[int]:
         """Keep a grid or a context. Close it if a rank has no address for its number. Collective."""
         try:
             with grid.collective_call(f"pmm3d_{kind}", always=True):
@@ -391,12 +407,16 @@ class Host:
         except Pmm3dError:
             thing.close()
             raise
-        grid._named = lambda: (f"objects {self._ordinals} of the grid",) if self._ordinals else ()
-        return (self._keep(thing, grid),)
+        grid._named = self._compared
+        return (self._keep(thing, grid, lasting),)
 
-    def _keep(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid) -> int:
+    def _compared(self) -> tuple[object, ...]:
+        """What ranks compare in addition to arguments: the objects of the present call, and whether it makes a plan."""
+        return (self._plans, f"objects {self._ordinals} of the grid") if self._ordinals or self._plans else ()
+
+    def _keep(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid, lasting: bool = False) -> int:
         self._last += 1
-        self._objects[self._last] = Held(thing, grid, next(grid.attached.setdefault(Host, count())))
+        self._objects[self._last] = Held(thing, grid, next(grid.attached.setdefault(Host, count())), lasting)
         return self._last
 
     def _found(self, number: int, *kinds: Any) -> Any:
@@ -410,8 +430,8 @@ class Host:
         return held.thing
 
     def _grid_of(self, *numbers: int) -> Grid | None:
-        """Return the grid of the first number that names an object. If no number does, return the only grid. Return
-        None if there are several."""
+        """Return the grid of the call. numbers: of objects on this grid. If none names an object, return the only grid,
+        or None if there are several."""
         for number in numbers:
             if number in self._objects:
                 return self._objects[number].grid
@@ -431,6 +451,7 @@ def check_same_ranks(which: str, one: Grid, other: Grid) -> None:
 
 def check_dims(rows: int, columns: int, size: int) -> None:
     """Raise LayoutError for impossible sizes: negative, or more bytes than memory can address."""
+    check_integers(rows, columns)
     if min(rows, columns) < 0 or rows * columns * size >= ADDRESSED:
         raise LayoutError(
             f"a matrix has 0 rows and columns or more, as many as memory can have; got {rows} x {columns}"

@@ -243,7 +243,9 @@ class Blocks:
         return cls((0, *accumulate(counts)), (0, cols), tuple((rank,) for rank in range(len(counts))), order)
 
     @classmethod
-    def of_boxes(cls, boxes: Sequence[Sequence[int]], shape: tuple[int, int], order: str = "C") -> Blocks:
+    def of_boxes(
+        cls, boxes: Sequence[Sequence[int]], shape: tuple[int, int], order: str = "C", *, base: int = 0
+    ) -> Blocks:
         """One rectangle of the matrix for each rank.
 
         Parameters
@@ -253,6 +255,8 @@ class Blocks:
             included.
         order : str
             "C" or "F": order of the arrays.
+        base : int
+            0 or 1: from which texts of errors count.
 
         Returns
         -------
@@ -270,7 +274,7 @@ class Blocks:
         >>> Blocks.of_boxes([(0, 3, 0, 4), (3, 5, 0, 1), (3, 5, 1, 4)], (5, 4)).local_shapes(0)
         [(3, 1), (3, 3)]
         """
-        row_cuts, col_cuts = (_edges(boxes, size, dim) for dim, size in enumerate(shape))
+        row_cuts, col_cuts = (_edges(boxes, size, dim, base) for dim, size in enumerate(shape))
         owners = [[-1] * (len(col_cuts) - 1) for _ in row_cuts[1:]]
         if 0 in shape:
             return cls(row_cuts, col_cuts, tuple((0,) * len(row) for row in owners), order)
@@ -279,15 +283,15 @@ class Blocks:
                 for col in range(col_cuts.index(c0), col_cuts.index(c1)):
                     if (other := owners[row][col]) >= 0:
                         raise LayoutError(
-                            f"element ({row_cuts[row]}, {col_cuts[col]}), counted from 0, is in the blocks of rank "
-                            f"{other} and of rank {rank}: the blocks must not overlap"
+                            f"element ({row_cuts[row] + base}, {col_cuts[col] + base}), counted from {base}, is in the "
+                            f"blocks of rank {other} and of rank {rank}: the blocks must not overlap"
                         )
                     owners[row][col] = rank
         for row, owned in enumerate(owners):
             if -1 in owned:
                 raise LayoutError(
-                    f"element ({row_cuts[row]}, {col_cuts[owned.index(-1)]}), counted from 0, is in no rank's block: "
-                    "the blocks must cover the matrix"
+                    f"element ({row_cuts[row] + base}, {col_cuts[owned.index(-1)] + base}), counted from {base}, is in "
+                    "no rank's block: the blocks must cover the matrix"
                 )
         return cls(row_cuts, col_cuts, tuple(map(tuple, owners)), order)
 
@@ -348,15 +352,15 @@ class Blocks:
             raise LayoutError(f"blocks are on ranks up to {most}; the communicator has {size}")
 
 
-def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int) -> tuple[int, ...]:
+def _edges(boxes: Sequence[Sequence[int]], size: int, dim: int, base: int) -> tuple[int, ...]:
     """Sorted starts and ends of rectangles along a dim, and both ends of the dim. Raises LayoutError if one is
     outside."""
     for rank, box in enumerate(boxes):
         low, high = box[2 * dim : 2 * dim + 2]
         if not 0 <= low <= high <= size:
             raise LayoutError(
-                f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low} to {high}, counted "
-                f"from 0, of {size}"
+                f"the block of rank {rank} has the {('rows', 'columns')[dim]} {low + base} to {high}, "
+                f"counted from {base}, of {size}"
             )
     return tuple(sorted({0, size, *(edge for box in boxes for edge in box[2 * dim : 2 * dim + 2])})) if size else (0, 0)
 

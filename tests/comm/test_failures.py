@@ -38,9 +38,6 @@ START = """
 WITHOUT_BLOCK = START.replace('with Grid(comm, "auto"', 'grid = Grid(comm, "auto"').replace(
     " as grid:", "\n    if grid:"
 )
-SERIALIZED = START.replace(
-    "from mpi4py import MPI", "import mpi4py; mpi4py.rc.thread_level = 'serialized'\n    from mpi4py import MPI"
-)
 
 
 SHARED = """
@@ -243,15 +240,6 @@ def hangs(name, ranks, what, *said, timeout=0.5, env=None, start=START, marks=()
     "ranks, what, said, options",
     [
         hangs("a rank that is stopped as by a debugger", 3, STOPS.format(0) + "a @ b", SIGSTOP.format(0)),
-        hangs(
-            "without threads in MPI, those that wait find the missing one",
-            3,
-            "if grid.rank == 1: time.sleep(600)\na @ b",
-            NEVER_CAME.format(1) + "it does not answer",
-            "below MPI_THREAD_MULTIPLE",
-            start=SERIALIZED,
-            marks=of_its_own,
-        ),
         hangs(
             "a rank that stops where others call MPI through the grid's communicator",
             3,

@@ -97,6 +97,7 @@ static int bad_cyclic(const char *which) {
     else if (!strcmp(which, "cyclic block")) wrong[4] = 0;
     else if (!strcmp(which, "cyclic lld")) wrong[8] = mine ? 1 : N;
     else if (!strcmp(which, "cyclic source")) wrong[6] = size;
+    else if (!strcmp(which, "cyclic copies")) wrong[6] = -1;
     else if (!strcmp(which, "cyclic size")) n = N + 1;
     else if (!strcmp(which, "cyclic ia")) ia = 2;
     else if (!strcmp(which, "cyclic null")) given = mine ? NULL : desc;
@@ -150,6 +151,43 @@ static int bad(const char *which) {
         pmm3d_grid(MPI_COMM_WORLD, 1, 1, size, &second);
         return pmm3d_matmul('N', 'N', &one, 97, 98, &zero, 99);
     }
+    if (!strncmp(which, "several", 7)) { /* grids: the number of the grid of the call is wrong, or another number is */
+        int context, desc[9] = {1, 0, N, N, N, N, 0, 0, N}, code = pmm3d_context(MPI_COMM_WORLD, 1, 1, 'R', &context);
+        static double local[N * N];
+        if (code) return code;
+        if (!strcmp(which, "several source")) return pmm3d_redistribute(97, m[2]);
+        if (!strcmp(which, "several target")) return pmm3d_redistribute(m[0], mine ? 97 : m[2]);
+        if (!strcmp(which, "several matrix")) return pmm3d_to_block_cyclic(97, context, local, desc);
+        if (!strcmp(which, "several context"))
+            return pmm3d_from_block_cyclic(mine ? 97 : context, local, desc, m[0]);
+        if (!strcmp(which, "several a"))
+            return pmm3d_pgemr2d('d', N, N, local, 1, 1, desc, 97, local, 1, 1, desc, context);
+        return pmm3d_matmul('N', 'N', &one, mine ? 97 : m[0], m[1], &zero, m[2]);
+    }
+    if (!strcmp(which, "planned")) /* on one rank */
+        return mine ? pmm3d_plan_matmul('N', 'N', &one, m[0], m[1], &zero, m[2], &made) : multiply();
+    if (!strcmp(which, "planned cyclic")) {
+        int context, desc[9] = {1, 0, N, N, N, N, 0, 0, N}, code = pmm3d_context(MPI_COMM_WORLD, 1, 1, 'R', &context);
+        static double x[3][N * N];
+        if (code) return code;
+        return mine ? pmm3d_plan_pgemm(context, 'd', 'N', 'N', N, N, N, &one, x[0], 1, 1, desc, x[1], 1, 1, desc, &zero,
+                                       x[2], 1, 1, desc, &made)
+                    : pmm3d_pgemm(context, 'd', 'N', 'N', N, N, N, &one, x[0], 1, 1, desc, x[1], 1, 1, desc, &zero,
+                                  x[2], 1, 1, desc);
+    }
+    if (!strcmp(which, "plan out")) return pmm3d_plan_redistribute(m[0], m[2], mine ? NULL : &made);
+    if (!strcmp(which, "limits")) {
+        pmm3d_max_workspace(grid, mine ? 1 << 30 : 0);
+        int code = multiply();
+        pmm3d_max_workspace(grid, 0);
+        return code;
+    }
+    if (!strcmp(which, "runs")) { /* different plans */
+        int plans[2];
+        pmm3d_plan_redistribute(m[0], m[2], &plans[0]), pmm3d_plan_redistribute(m[1], m[2], &plans[1]);
+        return pmm3d_run(plans[mine]);
+    }
+    if (!strcmp(which, "for type")) return pmm3d_grid_for(MPI_COMM_WORLD, mine ? 'q' : 'd', N, N, N, &made);
     if (!strcmp(which, "grid number")) return pmm3d_matrix(mine ? 77 : grid, 'd', N, N, "/", 'C', shards, &made);
     if (!strcmp(which, "plan")) return pmm3d_run(m[0]);
     if (!strcmp(which, "disagree")) return pmm3d_matmul('N', mine ? 'T' : 'N', &one, m[0], m[1], &zero, m[2]);
@@ -259,6 +297,10 @@ int main(int count, char **words) {
         if (rank) sleep(5);
         if (make(MPI_COMM_WORLD)) tell(1);
         else lives_on();
+    } else if (!strcmp(which, "long wait")) { /* of the last rank, for ranks that compute on their own */
+        if (make(MPI_COMM_WORLD)) tell(1);
+        if (rank < size - 1) sleep(9);
+        lives_on();
     } else if (!strcmp(which, "start on one")) {
         if (rank == size - 1) setenv("PMM3D_PYTHON", "/no/such/python", 1);
         tell(make(MPI_COMM_WORLD));

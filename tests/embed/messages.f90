@@ -18,7 +18,7 @@ program messages
     last = rank == size - 1
     code = pmm3d_grid(MPI_COMM_WORLD, 1, 1, size, grid)
     do given = 1, 3
-        code = code + pmm3d_matrix(grid, "d", n, n, layouts(given), "F", shards(:, :, given), matrices(given))
+        code = code + pmm3d_matrix(grid, "d", n, n, layouts(given), "F", shards(1, 1, given), matrices(given))
     end do
     code = code + pmm3d_context(MPI_COMM_WORLD, 1, 1, "R", context)
     if (code /= 0) call MPI_Abort(MPI_COMM_WORLD, 1, ierr)
@@ -29,22 +29,22 @@ program messages
     case ("grid")
         code = pmm3d_grid(MPI_COMM_WORLD, 1, merge(2, 1, last), size, given)
     case ("layout")
-        code = pmm3d_matrix(grid, "d", n, n, merge("/ ", "A ", last), "F", shards(:, :, 1), given)
+        code = pmm3d_matrix(grid, "d", n, n, merge("/ ", "A ", last), "F", shards(1, 1, 1), given)
     case ("type")
-        code = pmm3d_matrix(grid, merge("?", "d", last), n, n, "A", "F", shards(:, :, 1), given)
+        code = pmm3d_matrix(grid, merge("?", "d", last), n, n, "A", "F", shards(1, 1, 1), given)
     case ("alpha")
         code = pmm3d_matmul("N", "N", merge(2d0, 1d0, last), matrices(1), matrices(2), 0d0, matrices(3))
     case ("b")
         code = pmm3d_matmul("N", "N", 1d0, matrices(1), matrices(merge(3, 2, last)), 0d0, matrices(3))
     case ("order")
-        code = pmm3d_from_blocks(shards, box, merge("C", "F", last), matrices(1))
+        code = pmm3d_from_blocks(shards(:, :, 1), box, merge("C", "F", last), matrices(1))
     case ("descriptor", "leading", "part")
         other = desc
         if (which == "descriptor" .and. last) other(4) = n + 1
         if (which == "descriptor") other(9) = n + rank
         if (which == "leading" .and. last) other(9) = 0
-        code = pmm3d_pgemm(context, "d", "N", "T", 2, n, n, 1d0, shards, merge(6, 1, which == "part"), 1, other, &
-                           shards, 1, 1, desc, 0d0, shards(:, :, 3), 1, 1, desc)
+        code = pmm3d_pgemm(context, "d", "N", "T", 2, n, n, 1d0, shards(:, :, 1), merge(6, 1, which == "part"), 1, &
+                           other, shards(:, :, 1), 1, 1, desc, 0d0, shards(:, :, 3), 1, 1, desc)
     case ("calls")
         if (last) then
             code = pmm3d_redistribute(matrices(1), matrices(3))

@@ -40,6 +40,7 @@ ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("cyclic kind", ARGUMENT, "a descriptor of a dense matrix has 9 whole numbers"),
     ("cyclic block", ARGUMENT, "blocks of a block-cyclic layout: two whole numbers of at least 1; got (0, 6)"),
     ("cyclic lld", ARGUMENT, "the leading dimension is 1"),
+    ("cyclic copies", ARGUMENT, "the descriptor of a has RSRC -1 and CSRC 0"),
     ("cyclic source", ARGUMENT, "the first block is on process (2, 0)"),
     ("cyclic size", ARGUMENT, "are not within a matrix of 6 x 6"),
     ("cyclic ia", ARGUMENT, "A begins at row 2 and column 1"),
@@ -50,9 +51,20 @@ ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("comm freed", ARGUMENT, "transa and transb are 'N', 'T' or 'C'"),
     ("cyclic logical", ARGUMENT, "got '\\x01'"),
     ("cyclic wide", ARGUMENT, "as of integers of 8 bytes"),
+    ("several target", DISAGREEMENT, "97 names no matrix"),
+    ("several context", ARGUMENT, "97 names no context"),
+    ("several a matrix", DISAGREEMENT, "97 names no matrix"),
+    ("planned", DISAGREEMENT, "the ranks made different calls. rank 0: pmm3d_matmul; rank 1: pmm3d_plan_matmul"),
+    ("planned cyclic", DISAGREEMENT, "rank 0: pmm3d_pgemm; rank 1: pmm3d_plan_pgemm"),
+    ("plan out", ARGUMENT, "plan is a NULL pointer"),
+    ("limits", DISAGREEMENT, "pmm3d_matmul(..., max_workspace=1073741824)"),
+    ("for type", ARGUMENT, "the type is 's', 'd', 'c' or 'z'"),
 ]
 HERE = [  # errors on one rank: the call is not collective, or its grid is unknown
     ("two grids", ARGUMENT, "97 names no matrix"),
+    ("several source", ARGUMENT, "97 names no matrix"),
+    ("several matrix", ARGUMENT, "97 names no matrix"),
+    ("several a", ARGUMENT, "97 names no context"),
     ("plan", ARGUMENT, "names no plan of this process: it is a matrix"),
     ("closed", ARGUMENT, "closed"),
     ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
@@ -87,6 +99,11 @@ def test_each_caller_is_told(program, which, code, text, everywhere):
     assert all(text in fault[2] for fault in found) and (not everywhere or found[0] == found[1]), done.stdout
 
 
+def test_ranks_that_run_different_plans_are_told_with_debug(program):
+    done, found = faults_of(program, 2, "runs", PMM3D_DEBUG="1")
+    assert [fault[:2] for fault in found] == [(DISAGREEMENT, 1)] * 2, done.stdout
+
+
 @pytest.mark.parametrize("which, text", [("before", "called before MPI_Init"), ("after", "called after MPI_Finalize")])
 def test_a_call_at_the_wrong_time(program, which, text):
     """pmm3d_finalize does nothing then."""
@@ -99,7 +116,9 @@ def test_a_rank_that_ends_while_another_multiplies(program, which, fails):
     """The product fails on all ranks. MPI_Finalize of the rank that ended frees the objects, with the other rank."""
     done, _ = faults_of(program, 2, which, ended="ended")
     found = sorted(tuple(map(int, fault[:3])) for fault in TOLD.findall(done.stdout))
-    assert found == [(rank, DISAGREEMENT, 1) for rank in fails] and not done.stderr, done.stdout + done.stderr
+    assert found == [(rank, DISAGREEMENT, 1) for rank in fails], done.stdout + done.stderr
+    told = re.findall("^pmm3d: MPI_Finalize .* the ranks made different calls", done.stderr, re.M)
+    assert len(told) == (fails == [0, 0]), done.stderr  # rank 1 has no code of a call
 
 
 def test_components_of_a_program_are_users_that_are_counted(program):
@@ -161,7 +180,7 @@ def environment(site_packages, tmp_path):
     ],
 )
 def test_a_python_that_lacks_a_package(program, environment, packages, lacks):
-    text = f"lacks a package: No module named '{lacks}'. Install it there: pip install \".[embed]\" in the clone"
+    text = f"lacks a package: No module named '{lacks}'. Install the library again: make embed or make install"
     assert refused_starts(program, PYTHON, PMM3D_PYTHON=environment(*packages)[0]).stdout.count(text) == 4
 
 
@@ -169,7 +188,7 @@ def test_a_library_without_its_part_with_python(program, tmp_path):
     for path in LIBRARIES.glob("libpmm3d.so*"):
         shutil.copy(path, tmp_path)
     done = refused_starts(program, PYTHON, ranks=1, LD_LIBRARY_PATH=str(tmp_path))
-    assert "the part with Python cannot be loaded: " in done.stdout and "Build it again: make embed" in done.stdout
+    assert "the part with Python cannot be loaded: " in done.stdout and "Install it again: make embed" in done.stdout
 
 
 def test_a_python_with_a_damaged_cffi(program, environment):
@@ -240,3 +259,11 @@ def test_a_rank_that_comes_late_does_not_end_the_job(program):
     done, _ = faults_of(program, 2, "one comes late", PMM3D_TIMEOUT="1", seconds=60)
     assert done.stderr.count("pmm3d: rank 0 has waited") >= 2, done.stderr  # after 1, 2 and 4 s
     assert "for all ranks of the communicator to come to this call. The job goes on." in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_long_wait_below_thread_multiple_is_logged_and_goes_on(program, ranks):
+    """For rank 0, and for the watchdog's leader and its deputy: ranks that do not wait cannot answer."""
+    done, _ = faults_of(program, ranks, "long wait", PMM3D_TIMEOUT="1", seconds=60)
+    assert f"rank {ranks - 1} has waited for more than 1 s. The job goes on." in done.stderr, done.stderr
+    assert "below MPI_THREAD_MULTIPLE" in done.stderr

@@ -32,6 +32,8 @@ def test_what_is_installed_over_an_older_version_runs_without_the_clone(tmp_path
     environ["PYTHONPATH"] = os.pathsep.join(map(str, ROOT.glob(".venv-embed/lib/python*/site-packages")))
     done = subprocess.run(command, cwd=clone, env=environ, text=True, capture_output=True)
     assert done.returncode == 0 and not older[0].exists(), done.stdout + done.stderr
+    command[-1] = "MPICC=false"
+    assert subprocess.run(command, cwd=clone, env=environ, capture_output=True).returncode != 0  # nothing is replaced
     shutil.rmtree(clone)
 
     program = tmp_path / "product"

@@ -63,7 +63,7 @@ def test_rows_and_columns_of_a_part_count_from_1(program):
 
 def test_a_long_wait_names_the_calls(program):
     done = program(*PROGRAM)(3, "late", PMM3D_TIMEOUT="1")
-    assert done.returncode == 0 and re.findall("^[012] 0", done.stdout, re.M), done.stdout + done.stderr
+    assert done.returncode == 0 and len(re.findall("^[012] 0", done.stdout, re.M)) == 3, done.stdout + done.stderr
     said = done.stderr
     assert re.search(r"ranks 0-1 wait in agreement on pmm3d_redistribute #\d+ .* at pmm3d_redistribute$", said, re.M)
     assert re.search(r"rank 2 .* never came: .* is agreement #\d+; it is at\n +\(the program, outside of pmm3d\)", said)
