@@ -197,7 +197,7 @@ def test_forms_of_calls_that_differ_are_found_with_debug(comm, monkeypatch, fail
             if grid.rank
             else axis._all_reduce_into(array, array)
         ).wait()
-        told = fails(DisagreementError, r"call #\d+ on axis all is not the same", call)
+        told = fails(DisagreementError, r"call #\d+ on axis all: the members' calls differ", call)
         assert "test_strided_collectives.py" in told
 
 
