@@ -3,7 +3,7 @@
    products, and products that PMM3D rejects on all ranks of the process grid. It reports errors in its usual way.
    Python starts at the first product that is large enough.
 
-   PMM3D_SCALAPACK_BELOW   a length L (512; 0: PMM3D takes all products). A product is small if m, n or k is below L, or
+   PMM3D_SCALAPACK_BELOW   a length L (1024; 0: PMM3D takes all products). A product is small if m, n or k is below L, or
                            if m n k / ranks is below L^3. The value of the first rank of a process grid counts for the
                            grid
    PMM3D_EMBED_LOG         a file, and no symbolic link, to which each process appends a line when it is loaded, a line
@@ -26,7 +26,7 @@ MPI_Comm Cblacs2sys_handle(int handle);
 void Cblacs_abort(int context, int code);
 
 enum { CTXT = 1, COMM_OF_GRID = 10, DENSE = 1, DENSE_INB = 2, TEXT = 2048, REASONS = 16 };
-static const double DEFAULT_BELOW = 512;
+static const double DEFAULT_BELOW = 1024;
 
 /* A process grid.
    ranks     its ranks in MPI_COMM_WORLD, row by row

@@ -170,7 +170,7 @@ def test_the_first_rank_decides_for_its_process_grid(program, tmp_path):
         done = Caller(script)(4, "rotation", 64, 16, 1, 3, **with_drop_in(log, others))
         assert done.returncode == 0 and "error 0\n" in done.stdout, done.stderr
         assert by(log) == {"pmm3d": [2 * large] * 4, "scalapack": [2 * (3 - large)] * 4}
-        assert done.stderr.count(f"PMM3D_SCALAPACK_BELOW={first} is not a length. The default 512 is used") == said
+        assert done.stderr.count(f"PMM3D_SCALAPACK_BELOW={first} is not a length. The default 1024 is used") == said
 
 
 def test_a_product_with_a_short_side_is_small(program, tmp_path):
