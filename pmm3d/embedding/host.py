@@ -411,7 +411,7 @@ class Host:
         return (self._keep(thing, grid, lasting),)
 
     def _compared(self) -> tuple[object, ...]:
-        """What ranks compare in addition to arguments: the objects of the present call, and whether it makes a plan."""
+        """Return what ranks compare besides arguments: the objects of this call, and whether it makes a plan."""
         return (self._plans, f"objects {self._ordinals} of the grid") if self._ordinals or self._plans else ()
 
     def _keep(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid, lasting: bool = False) -> int:

@@ -89,7 +89,7 @@ def convert(
         Inputs of a CSV file that are texts, such as names of sites. Each text becomes a column of 0 and 1 (one-hot).
         Default: none.
     missing : str
-        What is done with missing values of a CSV file, such as an empty cell, NA or NaN. "refuse" (default): an error.
+        Treatment of missing values of a CSV file: empty cells, NA or NaN, for example. "refuse" (default): an error.
         "drop": the line is left out. "mean": a missing input becomes the mean of its column in all lines, and lines
         without a target, a label or a group are left out. In a category, only an empty cell, NA and NaN are missing.
     header : bool or None

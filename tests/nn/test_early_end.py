@@ -1,5 +1,8 @@
 """The checkpoint with the least validation loss, and runs that end early."""
 
+from math import nan
+from types import SimpleNamespace
+
 import h5py
 import numpy as np
 import pytest
@@ -61,3 +64,11 @@ def test_a_run_ends_when_the_loss_no_longer_falls_and_keeps_the_best_checkpoint(
     fails(here.train(config(here, "none", data="validation = 0.0")), "training.patience needs validations")
     here.finish(config(here, "long", "best = true\nsteps = 60"))
     assert list(losses_of(here, "long"))[-1] == 60
+
+
+def test_a_loss_that_is_not_a_number_is_not_the_least(comm):
+    run = SimpleNamespace(best=None, recipe=SimpleNamespace(patience=9), least={}, step=0)
+    for loss in (nan, 3.0, nan, 2.0, nan, 2.0):
+        run.step += 1
+        Trainer._compare_with_least(run, loss)
+    assert run.least == {"loss": 2.0, "step": 4, "since": 2}

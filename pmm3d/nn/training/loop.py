@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -325,11 +325,12 @@ class Trainer:
         return request
 
     def _compare_with_least(self, loss: float) -> None:
-        """Count validations since the least loss. Write the best checkpoint if this loss is smaller."""
+        """Count validations since the least loss. Write the best checkpoint if this loss is smaller; NaN is not."""
         if self.best is None and self.recipe.patience is None:
             return
-        if self.least and loss >= self.least["loss"]:
-            self.least["since"] += 1
+        if not loss < self.least.get("loss", inf):
+            if self.least:
+                self.least["since"] += 1
             return
         self.least = {"loss": loss, "step": self.step, "since": 0}
         if self.best is not None:
