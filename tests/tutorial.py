@@ -1,4 +1,4 @@
-"""Execution of a tutorial: its files are saved, its commands run, and their output compared with the page."""
+"""Execution of a tutorial or how-to: its files are saved, its commands run, and their output compared with the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-TUTORIALS = ROOT / "docs" / "tutorials"
+DOCS = ROOT / "docs"
 STEP = re.compile(r"^```(\w+)\n(.*?)^```$|((?:^    +\S[^\n]*\n)+)", re.M | re.S)
 SET_UP = ("module ", "python3 -m venv", "pip install", "make embed")
 """Commands that install. A test runs in an installed environment."""
@@ -24,8 +24,11 @@ class Step(NamedTuple):
 
 
 def steps(page: str, section: str = "") -> list[Step]:
-    """The steps of a page or of a section. A block of code is a file, whose name is in the text before it."""
-    whole = (TUTORIALS / f"{page}.md").read_text()
+    """The steps of a page of docs/, such as "tutorials/table", or of one of its sections.
+
+    A block of code is a file, whose name is in the text before it.
+    """
+    whole = (DOCS / f"{page}.md").read_text()
     if section:
         [whole] = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", whole, re.M | re.S)
     found, end = [], 0
@@ -83,7 +86,7 @@ def follow_under_slurm(folder: Path, jobs: Any) -> None:
     for name in ("apps", "jobs"):
         (folder / name).symlink_to(ROOT / name)
     page, shown, job = [], 0, "1"
-    for step in steps("slurm"):
+    for step in steps("tutorials/slurm"):
         text = step.text
         for long, short in SHORTER.items() if step.kind != "output" else ():
             text = text.replace(long, short)

@@ -62,7 +62,7 @@ def test_the_tutorial_in_c_and_fortran(libraries, tmp_path):
         return done.stdout
 
     for language in ("C", "Fortran"):
-        follow(steps("embed", f"In {language}"), tmp_path, run, exact=True)
+        follow(steps("tutorials/embed", f"In {language}"), tmp_path, run, exact=True)
 
 
 def test_the_drop_in_does_a_product_of_scalapack_and_logs_it(libraries, tmp_path):

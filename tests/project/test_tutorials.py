@@ -1,28 +1,55 @@
-"""The tutorials, executed as by a reader. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
+"""The tutorials and how-tos, executed as by a reader. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
 
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from loops import looped
 from test_docs import printed
 from training_runs import run_here
-from tutorial import TUTORIALS, follow, steps
+from tutorial import DOCS, follow, steps
 from typer.testing import CliRunner
 
 from pmm3d.tools import ranks
 from pmm3d.tools.commands import app
 
-DOCS = TUTORIALS.parent
+
+def follow_on_ranks(comm, page, folder, monkeypatch) -> None:
+    """Follow a page on the ranks of `comm`, in `folder`: each command of pmm3d runs on all of them, each other
+    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks."""
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
+
+    def run(command: str) -> str:
+        comm.barrier()
+        launched = "pmm3d.launcher" in command
+        words = shlex.split(re.sub(r".*pmm3d\.launcher -n \d+ |^python ", "", command).removeprefix("-m "))
+        if words[0] == "pmm3d":
+            done = run_here(comm, *words[1:])
+            assert done.returncode == 0, done.stderr
+            return done.stdout + done.stderr
+        if launched:
+            return printed(comm, Path(words[0]).read_text())
+        said = ""
+        if comm.rank == 0:
+            done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
+            said = done.stdout + done.stderr
+        comm.barrier()
+        return said
+
+    follow(page, folder, run)
+    comm.barrier()
 
 
 @pytest.mark.parallel([4])
 @looped("section", ("Slabs in, slabs out", "The same product in every step"))
 def test_the_python_programs_of_embed(comm, section):
-    program, command, output = steps("embed", section)
+    program, command, output = steps("tutorials/embed", section)
     assert command.text == f"python -m pmm3d.launcher -n {comm.size} {program.name}"
     said = printed(comm, program.text)
     assert said == ("" if comm.rank else output.text)
@@ -43,7 +70,7 @@ def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
         assert found.exit_code == 0, found.output
         return found.stdout
 
-    follow(steps("benchmark"), tmp_path, run)
+    follow(steps("tutorials/benchmark"), tmp_path, run)
     assert (tmp_path / "grids.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -51,21 +78,7 @@ def test_the_tutorial_on_benchmarks(on_ranks, tmp_path, monkeypatch):
 @pytest.mark.deadline(240)
 def test_the_tutorial_on_tables(comm, shared_path, monkeypatch):
     """And its predictions, in the units of the targets, have an r2 above 0.95."""
-    monkeypatch.chdir(shared_path)
-    monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
-
-    def run(command: str) -> str:
-        comm.barrier()
-        words = shlex.split(command.split("pmm3d ")[-1])
-        if words[0] == "python":
-            done = subprocess.run([sys.executable, *words[1:]], check=True) if comm.rank == 0 else None
-            comm.barrier()
-            return "" if done is None else str(done.stdout or "")
-        done = run_here(comm, *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    follow(steps("table"), shared_path, run)
+    follow_on_ranks(comm, steps("tutorials/table"), shared_path, monkeypatch)
     if comm.rank == 0:
         tables = [np.genfromtxt(name, delimiter=",", names=True) for name in ("new.csv", "predicted.csv")]
         for name in ("flux", "yield"):
