@@ -85,14 +85,14 @@ def _readings(shape: tuple[int, ...], strides: tuple[int, ...]) -> dict[str, int
     (rows, cols), (row_stride, col_stride) = shape, strides
     if 0 in shape:
         return {"N": max(1, rows), "T": max(1, cols)}
-    found = {}
+    leading_dims = {}
     if (row_stride == 1 or rows <= 1) and (col_stride >= rows or cols <= 1):
-        found["N"] = max(1, rows, col_stride if cols > 1 else 1)
+        leading_dims["N"] = max(1, rows, col_stride if cols > 1 else 1)
     if (col_stride == 1 or cols <= 1) and (row_stride >= cols or rows <= 1):
-        found["T"] = max(1, cols, row_stride if rows > 1 else 1)
-    if not found:
+        leading_dims["T"] = max(1, cols, row_stride if rows > 1 else 1)
+    if not leading_dims:
         raise ValueError(f"BLAS needs one dim of stride 1; strides {strides} of a {rows} x {cols} matrix have none")
-    return found
+    return leading_dims
 
 
 def _read(matrix: Strides, conjugated: bool) -> tuple[str, int] | None:
@@ -161,10 +161,12 @@ def arranged(
         first, second = (_transposed(b), _transposed(a)) if swapped else (a, b)
         one, other = _read(first, conjugated[swapped]), _read(second, conjugated[not swapped])
         if one is not None and other is not None:
-            found = Arranged(swapped, one[0], other[0], first[0][0], second[0][1], first[0][1], one[1], other[1], ldc)
-            if largest is not None and max(found[3:]) > largest:
-                raise TooLarge(f"{found}: larger than {largest}")
-            return found
+            arrangement = Arranged(
+                swapped, one[0], other[0], first[0][0], second[0][1], first[0][1], one[1], other[1], ldc
+            )
+            if largest is not None and max(arrangement[3:]) > largest:
+                raise TooLarge(f"{arrangement}: larger than {largest}")
+            return arrangement
     raise ValueError(
         f"BLAS conjugates a matrix only if it also transposes it. With strides {a[1]} of A, {b[1]} of B "
         f"and {c[1]} of C, a conjugated matrix (A, B: {conjugated}) would not be transposed"
@@ -191,17 +193,17 @@ def _call(
     dtype: str, a: Strides, b: Strides, c: Strides, alpha: complex, beta: complex, conjugated: Conjugated, largest: int
 ) -> _Call:
     """Return the GEMM of matrices with these (shape, strides), with arguments that ctypes accepts."""
-    found = arranged(a, b, c, conjugated, largest)
-    sizes = map(integer, (found.m, found.n, found.k))
-    first = found.a_read.encode(), found.b_read.encode(), *sizes, scalar(dtype, alpha)
+    arrangement = arranged(a, b, c, conjugated, largest)
+    sizes = map(integer, (arrangement.m, arrangement.n, arrangement.k))
+    first = arrangement.a_read.encode(), arrangement.b_read.encode(), *sizes, scalar(dtype, alpha)
     return _Call(
         chosen().routines[ROUTINES[dtype]],
-        found.swapped,
+        arrangement.swapped,
         first,
-        integer(found.lda),
-        integer(found.ldb),
+        integer(arrangement.lda),
+        integer(arrangement.ldb),
         scalar(dtype, beta),
-        integer(found.ldc),
+        integer(arrangement.ldc),
     )
 
 

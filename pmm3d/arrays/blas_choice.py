@@ -63,11 +63,11 @@ def recalled(threads: int, dtype: str = "") -> Choice:
     key, asked = key_of(threads, dtype), asked_of(dtype)
     tuned = f"pmm3d tune blas{dtype and f' --dtype {dtype}'}"
     try:
-        found = json.loads(files.read(files.file_of(FOLDER, key, ".json")))
-        variables = {str(name): str(text) for name, text in found["variables"].items()}
-        if found["key"] != key or VARIABLE not in variables:
+        stored = json.loads(files.read(files.file_of(FOLDER, key, ".json")))
+        variables = {str(name): str(text) for name, text in stored["variables"].items()}
+        if stored["key"] != key or VARIABLE not in variables:
             raise ValueError("it is of another machine")
-        return Choice(variables, str(found["words"]))
+        return Choice(variables, str(stored["words"]))
     except FileNotFoundError:
         raise Pmm3dError(
             f"PMM3D_BLAS={asked}: nothing was chosen for {key['cpu']} with {counted(threads, 'thread')} "

@@ -91,14 +91,14 @@ def named_blas(asked: str) -> BlasLibrary:
         ) from None
     if hasattr(handle, "MKL_Set_Threading_Layer"):
         _set_mkl(handle, asked)
-    found = {name: _routine(handle, name) for name in DTYPES}
-    if lacking := [name for name, routine in found.items() if routine is None]:
+    entry_points = {name: _routine(handle, name) for name in DTYPES}
+    if lacking := [name for name, routine in entry_points.items() if routine is None]:
         raise Pmm3dError(
             f"PMM3D_BLAS={asked}: {handle._name} has no {', '.join(lacking)}, by any of the usual names. "
             "Name the library itself, not one that it is a part of"
         )
-    routines = {name: routine for name, (routine, _) in found.items()}  # type: ignore[misc]
-    wide = all(is_wide for _, is_wide in found.values())  # type: ignore[misc]
+    routines = {name: routine for name, (routine, _) in entry_points.items()}  # type: ignore[misc]
+    wide = all(is_wide for _, is_wide in entry_points.values())  # type: ignore[misc]
     library = BlasLibrary(
         asked, file_of(routines["dgemm"]) or handle._name, routines, ILP64_LARGEST if wide else LP64_LARGEST
     )
@@ -161,9 +161,9 @@ class _Symbol(ctypes.Structure):
 
 def file_of(routine: Routine) -> str:
     """Return the path of the library that contains a routine; "" if the system has no dladdr."""
-    found, this = _Symbol(), ctypes.CDLL(None)
-    if hasattr(this, "dladdr") and this.dladdr(ctypes.cast(routine, ctypes.c_void_p), ctypes.byref(found)):
-        return os.path.realpath(os.fsdecode(found.file or b""))
+    symbol, this = _Symbol(), ctypes.CDLL(None)
+    if hasattr(this, "dladdr") and this.dladdr(ctypes.cast(routine, ctypes.c_void_p), ctypes.byref(symbol)):
+        return os.path.realpath(os.fsdecode(symbol.file or b""))
     return ""
 
 
@@ -176,9 +176,9 @@ def _check(library: BlasLibrary, name: str) -> None:
         a, b, c = (_integers(random, shape, dtype) for shape in ((m, k), (k, n), (m, n)))
         wanted = 2 * (a @ b) - c
         stored_a, stored_b = _stored(a, a_read), _stored(b, b_read)
-        found = np.asfortranarray(c)
-        call(library.routines[name], dtype, a_read, b_read, (m, n, k), 2, stored_a, stored_b, -1, found)
-        if not np.array_equal(found, wanted):
+        computed = np.asfortranarray(c)
+        call(library.routines[name], dtype, a_read, b_read, (m, n, k), 2, stored_a, stored_b, -1, computed)
+        if not np.array_equal(computed, wanted):
             raise Pmm3dError(
                 f"PMM3D_BLAS={library.name}: {name} of {library.file} gives wrong results ({a_read}"
                 f"{b_read}, {m} x {n} x {k}); it is not used. Another release of it, or another BLAS"
@@ -195,9 +195,9 @@ def _stored(matrix: np.ndarray, read: str) -> np.ndarray:
     """Return a column-major array that BLAS reads as the matrix with the operation `read`. Its leading dimension is
     larger than its number of rows."""
     stored = {"N": matrix, "T": matrix.T, "C": matrix.conj().T}[read]
-    whole = np.zeros((stored.shape[0] + 3, stored.shape[1]), matrix.dtype, order="F")
-    whole[: stored.shape[0]] = stored
-    return whole[: stored.shape[0]]
+    padded = np.zeros((stored.shape[0] + 3, stored.shape[1]), matrix.dtype, order="F")
+    padded[: stored.shape[0]] = stored
+    return padded[: stored.shape[0]]
 
 
 def call(

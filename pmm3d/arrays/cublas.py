@@ -46,10 +46,10 @@ def gemm(
     """
     if 0 in c[1]:
         return
-    found = blas.items(a, b, c) if len(c[1]) == 3 else blas.Items(1, (a[1:], b[1:], c[1:]), (0, 0, 0))
-    if found.number > blas.LP64_LARGEST:
-        raise blas.TooLarge(f"{found.number} items: more than {blas.LP64_LARGEST}")
-    call, library = blas.arranged(*found.matrices, conjugated, blas.LP64_LARGEST), cuda.cublas
+    items = blas.items(a, b, c) if len(c[1]) == 3 else blas.Items(1, (a[1:], b[1:], c[1:]), (0, 0, 0))
+    if items.number > blas.LP64_LARGEST:
+        raise blas.TooLarge(f"{items.number} items: more than {blas.LP64_LARGEST}")
+    call, library = blas.arranged(*items.matrices, conjugated, blas.LP64_LARGEST), cuda.cublas
     operands, sums, scalar = _TYPES[dtypes[0]]
     if tf32 and scalar in ("float32", "complex64") and dtypes[0] == scalar:
         sums = TF32
@@ -58,8 +58,8 @@ def gemm(
     first, second = ((a, b)[which][0] for which in order)
     arrays = [(first, of_operands, call.lda), (second, of_operands, call.ldb), (c[0], of_result, call.ldc)]
     if len(c[1]) == 3:
-        steps = *(found.strides[which] for which in order), found.strides[2]
-        multiply, number = library.gemmStridedBatchedEx, [found.number]
+        steps = *(items.strides[which] for which in order), items.strides[2]
+        multiply, number = library.gemmStridedBatchedEx, [items.number]
         one, other, into = ((*array, step) for array, step in zip(arrays, steps))
     else:
         multiply, number = library.gemmEx, []

@@ -266,10 +266,10 @@ class DryNamespace:
 
     def __getattr__(self, name: str) -> Any:
         known = OF_NUMPY.get(name, name)
-        found = getattr(np, known, None)
-        if known not in FUNCTIONS and not isinstance(found, (np.ufunc, type)):
+        attribute = getattr(np, known, None)
+        if known not in FUNCTIONS and not isinstance(attribute, (np.ufunc, type)):
             raise AttributeError(NO_FUNCTION.format(name))
-        return found
+        return attribute
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any = "float64", **options: Any) -> DryArray:
         return self._library.temporary((shape,) if isinstance(shape, int) else tuple(shape), dtype_name(dtype))
@@ -419,7 +419,7 @@ def common_dtype(arrays: Sequence[Any]) -> str:
     types = {str(array.dtype) for array in arrays}
     if len(types) == 1:
         return types.pop()
-    found = np.result_type(*types - {"bfloat16"})
+    promoted = np.result_type(*types - {"bfloat16"})
     if "bfloat16" not in types:
-        return found.name
-    return "bfloat16" if found.kind in "biu" else np.result_type(found, "float32").name
+        return promoted.name
+    return "bfloat16" if promoted.kind in "biu" else np.result_type(promoted, "float32").name

@@ -256,8 +256,8 @@ class NumpyLibrary:
         flat, total = array.reshape(-1), 0.0
         step, rows = self.slice_elements, flat.shape[0] // SUMMED
         if step is None:
-            whole, rest = flat[: rows * SUMMED].reshape(rows, SUMMED), flat[rows * SUMMED :].reshape(1, -1)
-            return sum((self.square_sums(part).sum() for part in (whole, rest) if 0 not in part.shape), total)
+            full_rows, rest = flat[: rows * SUMMED].reshape(rows, SUMMED), flat[rows * SUMMED :].reshape(1, -1)
+            return sum((self.square_sums(part).sum() for part in (full_rows, rest) if 0 not in part.shape), total)
         for start in range(0, flat.shape[0], step):
             part = self.astype(flat[start : start + step], "float64")
             total = total + (part * part).sum()

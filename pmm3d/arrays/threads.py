@@ -67,10 +67,10 @@ def parallel_rows(
     try:
         for share in others:
             under_way.append(pool.submit(copy_context().run, _each, work, share))
-        found = _each(work, first)
+        own_results = _each(work, first)
     finally:
         wait(under_way)
-    return [*found, *(result for done in under_way for result in done.result())]
+    return [*own_results, *(result for done in under_way for result in done.result())]
 
 
 def copy_into(library: Any, source: Any, out: Any) -> None:
@@ -151,10 +151,10 @@ def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any
     ):
         out = out.reshape(-1)
         operands = tuple([each if is_number else each.reshape(-1) for each, is_number in zip(operands, numbers)])
-    whole = [is_number or each.shape[0] == 1 for each, is_number in zip(operands, numbers)]
+    unsplit = [is_number or each.shape[0] == 1 for each, is_number in zip(operands, numbers)]
 
     def work(part: slice) -> None:
-        out[part] = function(*[each if is_whole else each[part] for each, is_whole in zip(operands, whole)])
+        out[part] = function(*[each if is_unsplit else each[part] for each, is_unsplit in zip(operands, unsplit)])
 
     parallel_rows(library, work, out.shape)
 

@@ -99,10 +99,10 @@ class TorchLibrary(NumpyLibrary):
     def check_device(self) -> None:
         if self.kind != "torch:cuda":
             return
-        found, number = self.xp.cuda.device_count(), self.xp.device(self.device).index or 0
-        if not 0 <= number < found:  # torch truncates a device number to 8 bits
+        device_count, number = self.xp.cuda.device_count(), self.xp.device(self.device).index or 0
+        if not 0 <= number < device_count:  # torch truncates a device number to 8 bits
             raise Pmm3dError(
-                f"library 'torch:{self.device}': torch finds {found} CUDA devices here. nvidia-smi and "
+                f"library 'torch:{self.device}': torch finds {device_count} CUDA devices here. nvidia-smi and "
                 'CUDA_VISIBLE_DEVICES show why; library="torch" works on the host'
             )
 

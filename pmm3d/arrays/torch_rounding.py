@@ -40,11 +40,11 @@ class Rounding:
         with self._changed:
             self._changed.wait_for(lambda: not self._holders or self._value == value)
             if not self._holders:
-                found = setting.fp32_precision
-                fits = found == value or (found, value) == (UNSET, EXACT)
+                current = setting.fp32_precision
+                fits = current == value or (current, value) == (UNSET, EXACT)
                 if not fits:
                     setting.fp32_precision = value
-                self._value, self._before = value, value if fits else found
+                self._value, self._before = value, value if fits else current
             self._holders += 1
 
     def release(self, setting: Any) -> None:

@@ -291,15 +291,15 @@ def as_out_of_memory(error: BaseException, rank: int, host: str, ledger: Ledger,
     held = f"This process holds {in_bytes(held_bytes)}, {in_bytes(workspace.allocated)} of it in work arrays"
     free = f"the node has {in_bytes(available_memory())} left{_of_device(error)}"
     predicted = "; ".join(f"{what} {in_bytes(nbytes)}" for what, nbytes in ledger.predicted.items())
-    found = OutOfMemoryError(
+    out_of_memory = OutOfMemoryError(
         f"rank {rank} (host {host}) is out of memory: {error or 'the allocation failed'}. {held}; "
         f"{free}. Predicted for a rank: "
         f"{predicted or 'nothing, since no product or network was planned'}. Use more ranks or "
         "nodes, another grid, a smaller max_workspace, fewer rows a batch, or recompute; ulimit "
         "and the batch system (--mem) may set limits too"
     )
-    found.__cause__, found.held = error, int(held_bytes)
-    return found
+    out_of_memory.__cause__, out_of_memory.held = error, int(held_bytes)
+    return out_of_memory
 
 
 def _of_device(error: BaseException) -> str:

@@ -28,18 +28,18 @@ class Piece(NamedTuple):
 
 
 class Arrivals:
-    """An all-gather of rows in progress. `whole` contains rows once `within` has yielded them.
+    """An all-gather of rows in progress. `gathered` contains rows once `within` has yielded them.
 
     part   this rank's rows;   counts   number of rows of each rank
     """
 
-    def __init__(self, axis: Axis, part: Array, whole: Array, counts: Counts):
-        self.whole = whole
-        library, first = library_of(whole), offsets(counts)[axis.index]
+    def __init__(self, axis: Axis, part: Array, gathered: Array, counts: Counts):
+        self.gathered = gathered
+        library, first = library_of(gathered), offsets(counts)[axis.index]
         self._own = first, first + counts[axis.index]
-        row_bytes = whole.shape[1] * itemsize(library.dtype(whole))
+        row_bytes = gathered.shape[1] * itemsize(library.dtype(gathered))
         schedule = gather_schedule(counts, axis.index, row_bytes, axis.node_map)
-        buffers, before = Buffers(schedule, library, (part, whole), (0, 0), None), list[Pending]()
+        buffers, before = Buffers(schedule, library, (part, gathered), (0, 0), None), list[Pending]()
         messages = _Messages(axis, "all_gather", buffers, schedule, row_bytes)
         self._coming = list[Piece]()
         for each in schedule.rounds:  # before the first message, because a later round also sends this rank's rows
@@ -55,10 +55,10 @@ class Arrivals:
             before = begun
 
     @classmethod
-    def here(cls, whole: Array) -> Arrivals:
+    def here(cls, gathered: Array) -> Arrivals:
         """Return the Arrivals of a block whose rows are all present."""
         rows = cls.__new__(cls)
-        rows.whole, rows._own, rows._coming = whole, (0, whole.shape[0]), []
+        rows.gathered, rows._own, rows._coming = gathered, (0, gathered.shape[0]), []
         return rows
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -73,10 +73,10 @@ class Arrivals:
                 yield low, high
 
     def wait(self) -> Array:
-        """Wait for all rows, and return `whole`."""
+        """Wait for all rows, and return `gathered`."""
         for piece in self._coming:
             piece.pending.wait()
-        return self.whole
+        return self.gathered
 
 
 class Departures:

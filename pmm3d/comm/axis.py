@@ -364,7 +364,7 @@ class Axis:
 
     def _reduce_scatter_into(
         self,
-        whole: Array,
+        array: Array,
         out: Array,
         counts: Counts,
         beta: complex = 0,
@@ -375,18 +375,18 @@ class Axis:
     ) -> Pending:
         """Begin to sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or
         2D. Along dim 1 `out` has no gaps. Otherwise as `_all_gather_into`."""
-        library = library_of(whole)
+        library = library_of(array)
         steps = partial(
             strided_collectives.reduce_scatter_into,
             library=library,
-            whole=whole,
+            array=array,
             out=out,
             counts=counts,
             beta=beta,
             dim=dim,
             work=work,
         )
-        return self.begin("reduce_scatter", steps, library=library, arrays=(whole, out), after=after)
+        return self.begin("reduce_scatter", steps, library=library, arrays=(array, out), after=after)
 
     def _all_reduce_into(
         self, array: Array, out: Array, beta: complex = 0, *, after: Sequence[Awaited] = (), work: Slab | None = None
@@ -654,12 +654,12 @@ class Axis:
             return self._engine.start(self._counted(), record)
 
     @property
-    def _retained(self) -> bool:
-        """Whether the communicator is not freed when the grid is closed (`OwnedComm.retained`)."""
-        return self._comm.retained
+    def _unfreeable(self) -> bool:
+        """Whether the communicator is not freed when the grid is closed (`OwnedComm.unfreeable`)."""
+        return self._comm.unfreeable
 
-    def _retain(self, retained: bool) -> None:
-        self._comm.retained = retained
+    def _set_unfreeable(self, unfreeable: bool) -> None:
+        self._comm.unfreeable = unfreeable
 
     def _close(self) -> None:
         """Free NCCL's communicator."""

@@ -48,8 +48,8 @@ def choose_transport(link: Link, library: NumpyLibrary) -> Collective[str]:
     mode, why = asked, "as asked for"
     if asked in ("auto", DIRECT):
         before = transport.outcomes.get(library.kind)
-        found = transport.outcomes[library.kind] = yield from _tried(link, library, before)
-        mode, why = (DIRECT if found.direct else "staged"), found.why
+        outcome = transport.outcomes[library.kind] = yield from _tried(link, library, before)
+        mode, why = (DIRECT if outcome.direct else "staged"), outcome.why
         if asked == DIRECT != mode:
             raise everywhere(
                 Pmm3dError(
@@ -58,8 +58,8 @@ def choose_transport(link: Link, library: NumpyLibrary) -> Collective[str]:
                     "staged"
                 )
             )
-        news = before is None or before.direct != found.direct
-        if news and not found.direct and link.record.members[link.rank] == 0:
+        news = before is None or before.direct != outcome.direct
+        if news and not outcome.direct and link.record.members[link.rank] == 0:
             logger.warning(
                 "%s: device memory goes through pinned host memory, which is slower. If this MPI should "
                 "take device pointers, load its build with GPU support (Cray MPICH: "
@@ -238,15 +238,15 @@ def devices_of_ranks(comm: WatchedComm, processes: Processes, library: NumpyLibr
         device = None if library is None else library.current_device()
     except Exception as error:
         problem = f"rank {comm.rank}: the current device does not answer: {type(error).__name__}: {error}"
-    found = comm.gather((device, problem))
-    problem = comm.bcast(next(filter(None, (text for _, text in found)), "") if found is not None else "")
+    gathered = comm.gather((device, problem))
+    problem = comm.bcast(next(filter(None, (text for _, text in gathered)), "") if gathered is not None else "")
     if problem:
         raise everywhere(Pmm3dError(problem))
     ranks_of, rows = defaultdict[tuple[int, str], list[int]](list), list[dict[str, Any]]()
-    for rank, (device, _) in enumerate(found or ()):
+    for rank, (device, _) in enumerate(gathered or ()):
         if device is not None:
             ranks_of[processes.node_of(rank), device.pci].append(rank)
-    for rank, (device, _) in enumerate(found or ()):
+    for rank, (device, _) in enumerate(gathered or ()):
         number, name, pci = (None, "", "") if device is None else (device.number, device.name, device.pci)
         others = [other for other in ranks_of.get((processes.node_of(rank), pci), []) if other != rank]
         place = {"host": processes.host_of(rank), "rank": rank, "local_rank": processes.local_rank(rank)}

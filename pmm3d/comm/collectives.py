@@ -63,14 +63,14 @@ def all_gather(
         needed=not sure,
     )
     known = first.rows if counts is None else counts
-    whole = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
+    gathered = yield from first.recv_buffer(link, None if sure else sum(known), lambda: recv_buffer(known))
     if first.data is None:
-        return (yield from all_gather_into(link, library, part, whole, known))
-    row_bytes = prod(whole.shape[1:]) * itemsize(library.dtype(whole))
+        return (yield from all_gather_into(link, library, part, gathered, known))
+    row_bytes = prod(gathered.shape[1:]) * itemsize(library.dtype(gathered))
     count_data(link, gather_schedule(known, link.rank, row_bytes, link.node_map), row_bytes)
-    for place, each in zip(_parts(whole, known), first.arrays(library, part)):
+    for place, each in zip(_parts(gathered, known), first.arrays(library, part)):
         place[...] = each
-    return whole
+    return gathered
 
 
 def reduce_scatter(
@@ -211,17 +211,17 @@ def all_to_all(
         if link.dry
         else -2
     )
-    whole = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
+    arrived = yield from first.recv_buffer(link, arriving, lambda: recv_buffer(sum(incoming)))
     if first.data is None or first.sent is None:
-        return (yield from all_to_all_into(link, library, array, whole, sizes, incoming))
+        return (yield from all_to_all_into(link, library, array, arrived, sizes, incoming))
     count_data(
         link,
         plan_all_to_all(tuple(sizes), tuple(incoming), link.rank),
         prod(array.shape[1:]) * itemsize(library.dtype(array)),
     )
-    for place, each, rows in zip(_parts(whole, incoming), first.arrays(library, array), first.sent.tolist()):
+    for place, each, rows in zip(_parts(arrived, incoming), first.arrays(library, array), first.sent.tolist()):
         place[...] = _parts(each, rows)[link.rank]
-    return whole
+    return arrived
 
 
 def shift(

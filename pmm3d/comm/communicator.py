@@ -26,14 +26,14 @@ MAKING, LEAVING = "making a Grid", "leaving"
 class OwnedComm(MPI.Intracomm):
     """A communicator of a grid.
 
-    retained   whether Free does nothing, because unreceived messages are in flight. After Free, MPI could reuse the
-               communicator's number, and another communicator would receive these messages
+    unfreeable   whether Free does nothing, because unreceived messages are in flight. After Free, MPI could reuse the
+                 communicator's number, and another communicator would receive these messages
     """
 
-    retained = False
+    unfreeable = False
 
     def Free(self) -> None:
-        if not self.retained:
+        if not self.unfreeable:
             super().Free()
 
 
@@ -65,10 +65,10 @@ class WatchedComm(OwnedComm):
 
     def largest(self, value: float) -> float:
         """Return the largest of the ranks' values, on every rank. Collective."""
-        mine, found = np.array([value], np.float64), np.empty(1, np.float64)
+        mine, maximum = np.array([value], np.float64), np.empty(1, np.float64)
         with self.waiting("largest"):
-            self.Allreduce(mine, found, MPI.MAX)
-        return float(found[0])
+            self.Allreduce(mine, maximum, MPI.MAX)
+        return float(maximum[0])
 
     def bcast(self, obj: Any, root: int = 0) -> Any:
         with self.waiting("bcast"):

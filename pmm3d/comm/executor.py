@@ -107,8 +107,8 @@ class Buffers:
 
     def view(self, span: Span) -> Array:
         """Return the rows or columns of a span: the same object for equal spans."""
-        found = self._views.get(span)
-        if found is None:
+        view = self._views.get(span)
+        if view is None:
             buffer, start, stop, strides = span
             if buffer < len(self._arrays):
                 array, dim = self._arrays[buffer], self._dims[buffer]
@@ -119,8 +119,8 @@ class Buffers:
                 else:
                     array, dim, start, stop = self._memory, 0, first + start, first + stop
             plain = dim == 0 and strides is None
-            self._views[span] = found = array[start:stop] if plain else _cut(self.library, array, span, dim)
-        return found
+            self._views[span] = view = array[start:stop] if plain else _cut(self.library, array, span, dim)
+        return view
 
     def _in_work(self, buffer: WorkBuffer) -> Array:
         """Return the array of a work buffer."""
@@ -136,17 +136,17 @@ class Buffers:
     def arithmetic(self, sums: Sequence[Sum], copies: bool = False) -> list[Arithmetic]:
         """Return sums with arrays in place of spans. copies: whether copies of a span to its own address are left
         out."""
-        library, found = self.library, list[Arithmetic]()
+        library, operations = self.library, list[Arithmetic]()
         first, last = (self._schedule.inputs, len(self._arrays)) if self._beta else (0, 0)
         for parts, target in sums if self._computes else ():
             arrays, out = [self.view(part) for part in parts], self.view(target)
             if first <= target.buffer < last:
-                found.append((arrays, out, self._beta))
+                operations.append((arrays, out, self._beta))
             elif not (arrays[0] is out and len(arrays) == 1) and not (
                 copies and same_elements(library, arrays[0], out)
             ):
-                found.append((arrays, out, 0))
-        return found
+                operations.append((arrays, out, 0))
+        return operations
 
     def copy(self, copies: Sequence[Sum]) -> None:
         """Carry out copies, but not those of a span to its own address."""

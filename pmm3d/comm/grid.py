@@ -275,7 +275,7 @@ class Grid(ProcessGroup):
 
         Raises GridError if MPI cannot make more communicators.
         """
-        found, shape = dict[str, Axis](), self.shape
+        made_axes, shape = dict[str, Axis](), self.shape
         try:
             active: Any = self._comm.Split(0 if self.active else 1 + self.rank, self.rank)
             made.callback(active.Free)
@@ -287,10 +287,10 @@ class Grid(ProcessGroup):
                 groups[STAGE] = shape.axes_of(STAGE)
             for name, axes in groups.items():
                 own = cart.Sub([each in axes for each in long]) if {*axes} & {*long} else MPI.COMM_SELF.Dup()
-                found[name] = self._axis_over(WatchedComm(own), name, axes, made)
+                made_axes[name] = self._axis_over(WatchedComm(own), name, axes, made)
         except MPI.Exception as error:
             raise _no_communicators(error) from None
-        return found
+        return made_axes
 
     def _axis_over(self, comm: WatchedComm, name: str, axes: Sequence[str], made: ExitStack) -> Axis:
         made.callback(comm.Free)
@@ -429,7 +429,7 @@ class Grid(ProcessGroup):
         return Stage(self)
 
     @property
-    def whole(self) -> Grid:
+    def parent(self) -> Grid:
         """The Grid that contains this stage; any other grid itself."""
         return self
 
@@ -480,7 +480,7 @@ class Grid(ProcessGroup):
         if len(long) < 2:
             return self._axes[(long or ordered)[0]]
         if long not in self._joint:  # a stage and its whole grid have the same joint axes
-            self._joint[long] = self.whole._placed_group("+".join(long), long)
+            self._joint[long] = self.parent._placed_group("+".join(long), long)
         return self._joint[long]
 
     def library(self, name: str | NumpyLibrary | None = None) -> NumpyLibrary:
@@ -572,38 +572,38 @@ class Stage(Grid):
     another one. The whole grid closes it.
     """
 
-    def __init__(self, whole: Grid):
-        vars(self).update(vars(whole))
+    def __init__(self, parent: Grid):
+        vars(self).update(vars(parent))
         vars(self).pop(PIPE)
-        self._whole, self.everyone, self.attached = whole, whole.axis(STAGE), {}
+        self._parent, self.everyone, self.attached = parent, parent.axis(STAGE), {}
         comm = self.everyone._comm
-        assert isinstance(comm, WatchedComm) and whole.coords is not None
+        assert isinstance(comm, WatchedComm) and parent.coords is not None
         self._comm, self.rank, self.size = comm, comm.rank, comm.size
         comm.watched = WeakMethod(self._waiting)
-        self.shape, self.coords = whole.shape.without(PIPE), whole.coords.without(PIPE)
-        self._axes = {"everyone": self.everyone, **{name: whole.axis(name) for name in self.shape.names}}
-        self._processes = whole._processes.among(self.everyone.ranks)
+        self.shape, self.coords = parent.shape.without(PIPE), parent.coords.without(PIPE)
+        self._axes = {"everyone": self.everyone, **{name: parent.axis(name) for name in self.shape.names}}
+        self._processes = parent._processes.among(self.everyone.ranks)
         self.hosts = self._processes.hosts
 
     @property
-    def whole(self) -> Grid:
-        return self._whole
+    def parent(self) -> Grid:
+        return self._parent
 
     def write_trace(self, path: str | os.PathLike[str], more: Iterable[Mapping[str, Any]] = ()) -> None:
         path = Path(path)
-        super().write_trace(path.with_suffix(f".stage{self._whole.axis(PIPE).index}{path.suffix}"), more)
+        super().write_trace(path.with_suffix(f".stage{self._parent.axis(PIPE).index}{path.suffix}"), more)
 
     @property
     def local_rank(self) -> int:
-        return self._whole.local_rank
+        return self._parent.local_rank
 
     @property
     def local_size(self) -> int:
-        return self._whole.local_size
+        return self._parent.local_size
 
     def _at_close(self, give_back: Callable[[], None]) -> None:
         """Call a function when the whole grid is closed."""
-        self._whole._at_close(give_back)
+        self._parent._at_close(give_back)
 
     def close(self) -> None:
         """Do nothing: the stage is closed with the whole grid."""

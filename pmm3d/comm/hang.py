@@ -190,9 +190,9 @@ def long_wait(answers: Answers, gone: Gone, processes: Sequence[Process], limit:
         *_where_they_are(waits, gone, processes),
     ]
     if not waits.missing():
-        whole = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
+        begun_by_all = next((str(collective) for collective, ranks in waits.lacking.items() if not ranks), "it")
         lines.append(
-            f"All members have begun {whole}: messages do not arrive (the network), or a rank does not come "
+            f"All members have begun {begun_by_all}: messages do not arrive (the network), or a rank does not come "
             "back to wait."
         )
     return "\n  ".join(

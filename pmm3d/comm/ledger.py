@@ -433,11 +433,11 @@ def trace_file(path: str | os.PathLike[str], processes: Processes, rank: int) ->
         >>> [trace_file("trace.json", two, rank).name for rank in (0, 1)]
         ['trace.json', 'trace.n2.json']
     """
-    whole = Path(path)
+    target = Path(path)
     if processes.node_of(rank) == 0:
-        return whole
+        return target
     host = re.sub(r"[^\w.-]", "_", processes.host_of(rank))
-    return whole.with_name(f"{whole.stem}.{host}{whole.suffix}")
+    return target.with_name(f"{target.stem}.{host}{target.suffix}")
 
 
 def write_chrome_trace(path: str | os.PathLike[str], ranks_events: Iterable[str]) -> None:

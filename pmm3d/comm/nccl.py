@@ -84,8 +84,8 @@ def binding_for(library: NumpyLibrary) -> Any:
     name = getattr(library, "module", "cupy")
     try:
         cuda = import_module(name).cuda
-        found = getattr(cuda, "nccl", None) or import_module(f"{name}.cuda.nccl")
-        problem = "" if found.available else "its NCCL could not be loaded"
+        binding = getattr(cuda, "nccl", None) or import_module(f"{name}.cuda.nccl")
+        problem = "" if binding.available else "its NCCL could not be loaded"
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem:
@@ -94,7 +94,7 @@ def binding_for(library: NumpyLibrary) -> Any:
             "of torch too. pip install cupy-cuda13x nvidia-nccl-cu13 (of the driver's CUDA), or "
             "PMM3D_TRANSPORT=auto"
         )
-    return found
+    return binding
 
 
 def peers_of(rank: int, size: int, per_node: int = 1) -> list[int]:
@@ -108,12 +108,12 @@ def peers_of(rank: int, size: int, per_node: int = 1) -> list[int]:
     """
     if size <= CONNECTED:
         return [peer for peer in range(size) if peer != rank]
-    found = {(rank + 1) % size, (rank - 1) % size}
-    found.update(peer for stage in stages_of(size, rank) for peer in stage.peers)
+    peers = {(rank + 1) % size, (rank - 1) % size}
+    peers.update(peer for stage in stages_of(size, rank) for peer in stage.peers)
     if per_node > 1:
         first = rank - rank % per_node
-        found.update(range(first, first + per_node), range(rank % per_node, size, per_node))
-    return sorted(found - {rank})
+        peers.update(range(first, first + per_node), range(rank % per_node, size, per_node))
+    return sorted(peers - {rank})
 
 
 def new_identity(binding: Any) -> bytes:

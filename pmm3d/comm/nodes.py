@@ -180,8 +180,8 @@ class Processes(Sequence[Process]):
         """Return a number for each rank. Ranks with the same number have the same node and PID namespace, so they can
         access each other's processes. A rank with an unknown process has a unique negative number."""
         pairs = np.stack([self._host, self._namespaces.astype(np.int64)], axis=1)
-        _, found = np.unique(pairs, axis=0, return_inverse=True)
-        return np.where(self._pids != 0, found.reshape(-1), -1 - np.arange(len(self)))
+        _, numbers = np.unique(pairs, axis=0, return_inverse=True)
+        return np.where(self._pids != 0, numbers.reshape(-1), -1 - np.arange(len(self)))
 
     def first_near(self, rank: int, ranks: Sequence[int]) -> int:
         """Return the first of these ranks that shares the node of `rank`, which is one of them."""
@@ -232,9 +232,9 @@ def node_maps_of(shape: GridShape, nodes: np.ndarray, sums: str, machine: Machin
     nodes     node of each rank of the communicator
     machine   determines the message size from which gathers are hierarchical by nodes; None: `GATHERS_FROM`
     """
-    found = dict.fromkeys((*shape.names, ALL), FLAT)
-    found.update({name: node_map_of(groups, nodes, sums, machine) for name, groups in _groups(shape, nodes)})
-    return found
+    maps = dict.fromkeys((*shape.names, ALL), FLAT)
+    maps.update({name: node_map_of(groups, nodes, sums, machine) for name, groups in _groups(shape, nodes)})
+    return maps
 
 
 def node_map_of(groups: np.ndarray, nodes: np.ndarray, sums: str, machine: Machine | None = None) -> NodeMap:

@@ -234,8 +234,8 @@ class ProcessGroup:
             from .machine_cache import machine_here  # imported late: most grids need no machine
 
             per_node = self._processes.per_node()
-            found = machine_here(self._comm, per_node, self.hosts)
-            self.machine = None if found is None else found.with_ranks_per_node(per_node)
+            machine = machine_here(self._comm, per_node, self.hosts)
+            self.machine = None if machine is None else machine.with_ranks_per_node(per_node)
             self._has_looked = True
         return self.machine
 
@@ -291,7 +291,7 @@ class ProcessGroup:
             shutdown.print_once(error, self._own, self.size, True)
             if isinstance(error, KeyboardInterrupt):  # the ranks may be in different calls, which cannot be completed
                 for axis in (*self._axes.values(), *self._joint.values()):
-                    axis._retain(True)
+                    axis._set_unfreeable(True)
             else:
                 with suppress(Exception):
                     self._complete()

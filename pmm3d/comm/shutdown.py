@@ -89,7 +89,7 @@ def dropped(comm: MPI.Intracomm, watch: Watch, under_way: Sequence[Collection[ob
     """
     if MPI.Is_finalized():  # by the program, while the grid was open
         return
-    _keep([each for group in under_way for each in group])
+    _hold_forever([each for group in under_way for each in group])
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     ends = not threading.main_thread().is_alive()
     if comm.size > 1 and ends and error is not None:
@@ -124,14 +124,16 @@ def complete(
     with waiting("count of calls"):
         comm.Allreduce(MPI.IN_PLACE, balances, MPI.SUM)
     unmatched = [axis.name for group, balance in zip(counted, balances.tolist()) if balance % BALANCE for axis in group]
-    retained = [any(axis.name in [*uneven, *failed, *unmatched] or axis._retained for axis in each) for each in counted]
+    unfreeable = [
+        any(axis.name in [*uneven, *failed, *unmatched] or axis._unfreeable for axis in each) for each in counted
+    ]
     with waiting("count of calls"):
-        figures = np.array([everyone._number, *retained], np.int64)
+        figures = np.array([everyone._number, *unfreeable], np.int64)
         comm.Allreduce(MPI.IN_PLACE, figures, MPI.MAX)
     everyone._count_on_from(int(figures[0]))
     for group, somewhere in zip(counted, figures[1:].tolist()):
         for axis in group:
-            axis._retain(bool(somewhere))
+            axis._set_unfreeable(bool(somewhere))
     if uneven:
         records = [each.record for each in waited]
         names = ", ".join(str(record) for record in records if record is not None and record.key.axis in uneven)
@@ -154,11 +156,11 @@ def stopped(engine: Engine) -> None:
     """Stop the engine. The arrays and buffers of unfinished and failed collectives are kept until the process ends. MPI
     may still access them, also in MPI_Finalize, which runs after the modules of Python are deleted."""
     engine.close()
-    _keep([*engine.under_way(), *engine.abandoned, *engine.persistent])
+    _hold_forever([*engine.under_way(), *engine.abandoned, *engine.persistent])
 
 
-def _keep(unfinished: list[object]) -> None:
-    """Keep objects, and all that they refer to, for as long as the process lives."""
+def _hold_forever(unfinished: list[object]) -> None:
+    """Hold objects, and all that they refer to, for as long as the process lives."""
     if unfinished:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(unfinished))
 

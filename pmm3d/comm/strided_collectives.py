@@ -44,7 +44,7 @@ def all_gather_into(
 def reduce_scatter_into(
     link: Link,
     library: NumpyLibrary,
-    whole: Array,
+    array: Array,
     out: Array,
     counts: Counts,
     beta: complex = 0,
@@ -53,11 +53,11 @@ def reduce_scatter_into(
 ) -> Collective[Array]:
     """Sum this rank's part along `dim` of all ranks' arrays: out = beta out + the sum. Arrays are 1D or 2D. Along dim 1
     `out` has no gaps. Work: `reduce_scatter_work`."""
-    dtype = library.dtype(whole)
+    dtype = library.dtype(array)
     schedule = reduce_schedule(counts, link.rank, dtype, link.node_map)
     if dim == 1:
-        schedule = in_slices(schedule, whole.shape[0], _slice_rows(whole.shape, dtype))
-    given, sums = in_two_dims(whole), in_two_dims(out)
+        schedule = in_slices(schedule, array.shape[0], _slice_rows(array.shape, dtype))
+    given, sums = in_two_dims(array), in_two_dims(out)
     return run_schedule(link, library, schedule, given, sums, beta=beta, dims=(dim, dim), work=work, result=out)
 
 
@@ -147,15 +147,15 @@ def all_gather_work(
 
 
 def reduce_scatter_work(
-    library: NumpyLibrary, whole: Array, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT
+    library: NumpyLibrary, array: Array, counts: Counts, rank: int, dim: int, node_map: NodeMap = FLAT
 ) -> int:
     """Return the bytes of work memory of `reduce_scatter_into`."""
-    dtype = library.dtype(whole)
+    dtype = library.dtype(array)
     schedule = reduce_schedule(counts, rank, dtype, node_map)
     if dim == 1:
-        schedule = in_slices(schedule, whole.shape[0], _slice_rows(whole.shape, dtype))
-    other = prod(whole.shape[1:]) if dim == 0 else whole.shape[0]
-    gaps = dim == 1 or not library.is_contiguous(whole)
+        schedule = in_slices(schedule, array.shape[0], _slice_rows(array.shape, dtype))
+    other = prod(array.shape[1:]) if dim == 0 else array.shape[0]
+    gaps = dim == 1 or not library.is_contiguous(array)
     return planned_bytes(schedule, dtype, (other, other), (gaps, gaps), dim == 1)
 
 

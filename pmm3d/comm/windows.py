@@ -53,18 +53,20 @@ def shared_array(grid: Grid, axis: Axis, parts: Sequence[int]) -> np.ndarray:
     if processes cannot map each other's memory.
     """
     own = sum(parts[: axis.index]), parts[axis.index]
-    found: np.ndarray = axis.begin("shared memory", lambda link: _shared(grid, link, sum(parts), link.size, own)).wait()
-    return found
+    memory: np.ndarray = axis.begin(
+        "shared memory", lambda link: _shared(grid, link, sum(parts), link.size, own)
+    ).wait()
+    return memory
 
 
 def one_for_each_node(grid: Grid, axis: Axis, nbytes: int, per_node: int) -> np.ndarray:
     """Return an array of `nbytes` bytes, shared by the `per_node` consecutive ranks of each node. Otherwise as
     `shared_array`."""
     first, stop = (nbytes * (axis.index % per_node + end) // per_node for end in (0, 1))
-    found: np.ndarray = axis.begin(
+    memory: np.ndarray = axis.begin(
         "shared memory", lambda link: _shared(grid, link, nbytes, per_node, (first, stop - first))
     ).wait()
-    return found
+    return memory
 
 
 def _shared(grid: Grid, link: Link, nbytes: int, per_node: int, own: tuple[int, int]) -> Collective[np.ndarray]:

@@ -248,10 +248,10 @@ class Checkpoints:
         Return the new names. The `keep` checkpoints that were retired last remain, and the checkpoint `spared`.
         """
         self.finish()
-        kept = None if spared is None else Path(spared)
+        spared_path = None if spared is None else Path(spared)
         agreed = self.grid.collective_call("retire", str(self.folder), step, always=True)
         with agreed, file_errors(self.folder, "tidied"):
-            retired = self._folders.retire(step, kept) if self.grid.rank == 0 else []
+            retired = self._folders.retire(step, spared_path) if self.grid.rank == 0 else []
         return self.grid.comm.bcast(retired)
 
     def candidates(self) -> list[Path]:
@@ -315,15 +315,19 @@ class Checkpoints:
         is tried. Raises CheckpointError, on every rank, if all checkpoints are damaged; otherwise warnings name the
         damaged ones.
         """
-        found = self.newest_undamaged()
-        return None if found is None else (found.path, self.fill(found, matrices, check=check, partial=partial))
+        checkpoint = self.newest_undamaged()
+        return (
+            None
+            if checkpoint is None
+            else (checkpoint.path, self.fill(checkpoint, matrices, check=check, partial=partial))
+        )
 
     def undamaged(self, path: str | os.PathLike[str]) -> Checkpoint:
         """Return a checkpoint for `fill`. Raises CheckpointError, on every rank, if its checksums are wrong."""
-        found = self._read(Path(path))
+        checkpoint = self._read(Path(path))
         with self.grid.collective_call("load: verifying", str(path), always=True):
-            verify(found.path, found.manifest["files"], self.grid.rank, self.grid.size)
-        return found
+            verify(checkpoint.path, checkpoint.manifest["files"], self.grid.rank, self.grid.size)
+        return checkpoint
 
     def newest_undamaged(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, for `fill`; None if there is none."""
@@ -344,21 +348,21 @@ class Checkpoints:
         return None
 
     def fill(
-        self, found: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: Partial = False
+        self, checkpoint: Checkpoint, matrices: Matrices, *, check: Check | None = None, partial: Partial = False
     ) -> Any:
         """Fill matrices from a verified checkpoint, and return its data. Arguments as in `load`."""
-        path = str(found.path)
+        path = str(checkpoint.path)
         if check is not None:
             with self.grid.collective_call("load: checking", path, always=True):
-                check(found.meta)
+                check(checkpoint.meta)
         with self.grid.collective_call("load", path, partial, always=True):
             check_matrices(self.grid, matrices, filled=True)
         described = described_by_all(self.grid, "load", matrices)
         with self.grid.collective_call("load", path, always=True):
-            self._check_fit(found, described, partial)
+            self._check_fit(checkpoint, described, partial)
         with self.grid.collective_call("load: reading", path, always=True):
-            on_disk.fill(found.path, found.manifest, matrices)
-        return found.meta
+            on_disk.fill(checkpoint.path, checkpoint.manifest, matrices)
+        return checkpoint.meta
 
     def _read(self, path: Path) -> Checkpoint:
         """Return the manifest and the meta of a checkpoint. Rank 0 reads them, and broadcasts. Shards are not read."""
@@ -368,16 +372,16 @@ class Checkpoints:
         manifest, meta = self.grid.comm.bcast(known)
         return Checkpoint(path, meta, manifest)
 
-    def _check_fit(self, found: Checkpoint, described: dict[str, Described], partial: Partial) -> None:
+    def _check_fit(self, checkpoint: Checkpoint, described: dict[str, Described], partial: Partial) -> None:
         here = {name: form_in_words(one.shape, one.dtype) for name, one in described.items()}
         there = {
             name: form_in_words(*form)
-            for name, form in found.contents.items()
+            for name, form in checkpoint.contents.items()
             if name in described or not (partial(name) if callable(partial) else partial)
         }
         if text := differences(here, there):
             raise CheckpointError(
-                f"{found.path} is the checkpoint of another network. {text}. Load it with the network and "
+                f"{checkpoint.path} is the checkpoint of another network. {text}. Load it with the network and "
                 "the optimizer that it was saved with"
             )
 

@@ -153,8 +153,8 @@ def convert(
         with opened(Path(source), encoding) as text:
             table = Table(Path(source), text, header, delimiter)
             chosen = table.selection(inputs, targets, group_column, categories)
-            found = table.read(chosen, dtype, classes=classes, missing=missing)
-        return _store(file, table, chosen, found, encoding, delimiter)
+            contents = table.read(chosen, dtype, classes=classes, missing=missing)
+        return _store(file, table, chosen, contents, encoding, delimiter)
 
 
 def convert_like(
@@ -171,8 +171,8 @@ def convert_like(
         table = Table(source, text, header, known.get("delimiter"), known["inputs"])
         chosen = table.selection_like(known, targets)
         labels: bool | Sequence[str] = classes if targets and classes else False
-        found = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])
-        return _store(file, table, chosen, found, encoding, known.get("delimiter"))
+        contents = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])
+        return _store(file, table, chosen, contents, encoding, known.get("delimiter"))
 
 
 @contextmanager
@@ -188,19 +188,19 @@ def _writing(source: Path, target: Path, overwrite: bool) -> Iterator[h5py.File]
 
 
 def _store(
-    file: h5py.File, table: Table, chosen: Selection, found: Contents, encoding: str, delimiter: str | None
+    file: h5py.File, table: Table, chosen: Selection, contents: Contents, encoding: str, delimiter: str | None
 ) -> Converted:
     """Write the contents of a table, and return their description."""
-    columns, of_targets = found.columns if table.header else None, [table.names[at] for at in chosen.targets]
-    for name, values in ((INPUTS, found.inputs), (TARGETS, found.targets), (GROUPS, found.groups)):
+    columns, of_targets = contents.columns if table.header else None, [table.names[at] for at in chosen.targets]
+    for name, values in ((INPUTS, contents.inputs), (TARGETS, contents.targets), (GROUPS, contents.groups)):
         if values is not None:
             file[name] = values
     if columns:
         file[INPUTS].attrs["columns"] = columns
     if chosen.targets and table.header:
         file[TARGETS].attrs["columns"] = of_targets
-    if found.classes is not None:
-        file[TARGETS].attrs["class_names"] = list(found.classes)
+    if contents.classes is not None:
+        file[TARGETS].attrs["class_names"] = list(contents.classes)
     file[INPUTS].attrs[TABLE] = json.dumps(
         {
             "header": table.header,
@@ -209,18 +209,18 @@ def _store(
             "columns": table.names,
             "inputs": [table.names[at] for at in chosen.inputs],
             "targets": of_targets,
-            "categories": found.categories,
-            "means": found.means,
+            "categories": contents.categories,
+            "means": contents.means,
         }
     )
     return Converted(
-        found.inputs.shape,
-        None if found.targets is None else found.targets.shape,
+        contents.inputs.shape,
+        None if contents.targets is None else contents.targets.shape,
         columns,
         of_targets if table.header else None,
-        found.classes,
-        found.dropped,
-        found.filled,
+        contents.classes,
+        contents.dropped,
+        contents.filled,
     )
 
 
@@ -236,13 +236,13 @@ def _convert_arrays(
         check_dataset_name(name)
     if GROUPS in names or len(set(names)) < len(names):
         raise DataError(f"inputs and targets need two names, and not {GROUPS!r}; got {' and '.join(map(repr, names))}")
-    found, done = _read_arrays(source, [str(name) for name in names], classes)
-    _check_arrays(source, found)
-    for name, values in found.items():
+    datasets, done = _read_arrays(source, [str(name) for name in names], classes)
+    _check_arrays(source, datasets)
+    for name, values in datasets.items():
         file[name] = values
     if done.classes is not None:
         file[names[-1]].attrs["class_names"] = list(done.classes)
-    return done if targets is False else done._replace(targets=found[str(names[1])].shape)
+    return done if targets is False else done._replace(targets=datasets[str(names[1])].shape)
 
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
@@ -275,24 +275,24 @@ def _read_arrays(
             if name not in arrays:
                 raise DataError(f"{source} has no array {name!r}; it has {', '.join(map(repr, arrays))}")
         try:
-            found = {name: arrays[name] for name in names}
+            datasets = {name: arrays[name] for name in names}
         except (ValueError, zipfile.BadZipFile) as error:
             raise DataError(f"cannot read {source}: {error}") from None
     counts = None
     if classes is not False:
-        labels = found[names[1]]
+        labels = datasets[names[1]]
         if labels.ndim == 0 or labels.size != len(labels):
             raise DataError(f"{source}: labels are one a row; array {names[1]!r} has the shape {labels.shape}")
         values, places = np.unique(labels.reshape(-1), return_inverse=True)
         texts = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
-        found[names[1]], counts = numbered(str(source), texts, places.reshape(-1), classes, lambda row: f"row {row}")
-    return found, Converted(found[names[0]].shape, None, classes=counts)
+        datasets[names[1]], counts = numbered(str(source), texts, places.reshape(-1), classes, lambda row: f"row {row}")
+    return datasets, Converted(datasets[names[0]].shape, None, classes=counts)
 
 
-def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
+def _check_arrays(source: Path, datasets: dict[str, np.ndarray]) -> None:
     import numpy as np
 
-    for name, values in found.items():
+    for name, values in datasets.items():
         if values.size == 0 or values.ndim == 0 or values.dtype.kind not in "fiu" or values.dtype.itemsize > 8:
             raise DataError(
                 f"{source}: array {name!r} is {values.dtype} {values.shape}; needed are rows of real "
@@ -301,7 +301,7 @@ def _check_arrays(source: Path, found: dict[str, np.ndarray]) -> None:
         if not np.isfinite(values).all():
             row = np.argwhere(~np.isfinite(values))[0][0]
             raise DataError(f"{source}: row {row} of array {name!r} is not finite")
-    rows = {name: len(values) for name, values in found.items()}
+    rows = {name: len(values) for name, values in datasets.items()}
     if len(set(rows.values())) > 1:
         raise DataError(
             f"{source}: " + ", ".join(f"{name!r} has {counted(count, 'row')}" for name, count in rows.items())

@@ -122,13 +122,13 @@ def json_object(path: Path, text: str | None = None) -> dict[str, Any]:
     """Return the object in a JSON file of another program. text: the contents of the file, if they are known. Raises
     CheckpointError for another content."""
     with file_errors(path, "read"):
-        found = json.loads(path.read_text(encoding="utf-8") if text is None else text)
-    if not isinstance(found, dict):
+        contents = json.loads(path.read_text(encoding="utf-8") if text is None else text)
+    if not isinstance(contents, dict):
         raise CheckpointError(
-            f"{path} contains a {type(found).__name__}, not keys and values. Copy the file again "
+            f"{path} contains a {type(contents).__name__}, not keys and values. Copy the file again "
             "from where the network was published"
         )
-    return found
+    return contents
 
 
 def not_following(path: str, flags: int) -> int:

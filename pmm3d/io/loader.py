@@ -420,14 +420,14 @@ class Batched:
                 return last_rows(self.samples, share) if last else random_rows(self.samples, share, seed)
             if last:
                 raise DataError("groups are held out at random: leave out last=True, or groups")
-            found = self.file.dataset(groups)
-            if found.shape not in ((self.samples,), (self.samples, 1)):
+            dataset = self.file.dataset(groups)
+            if dataset.shape not in ((self.samples,), (self.samples, 1)):
                 raise DataError(
-                    f"{self.path}: data set {groups!r} has the shape {found.shape}; needed is one group "
+                    f"{self.path}: data set {groups!r} has the shape {dataset.shape}; needed is one group "
                     f"for each of the {self.samples} samples"
                 )
             with self.file.unchanged():
-                numbers = found[...].reshape(-1)
+                numbers = dataset[...].reshape(-1)
             return random_groups(numbers, share, seed, groups)
 
     def close(self) -> None:

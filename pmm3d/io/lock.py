@@ -58,8 +58,8 @@ class RunLock:
         except FileExistsError:
             raise self._in_use(owner_of(self.path.parent)) from None
         try:
-            with open(file, "wb") as whole:
-                whole.write(json.dumps(owner).encode() + b"\n")
+            with open(file, "wb") as stream:
+                stream.write(json.dumps(owner).encode() + b"\n")
         except OSError:  # otherwise a lock without an owner would remain, to be removed by hand
             self.path.unlink()
             raise

@@ -133,8 +133,8 @@ def to_write(grid: Grid, what: str, matrices: Matrices, described: Mapping[str, 
         sums = grid.stage.everyone.all_reduce(sums, agreed=True).wait()
         passed = grid.comm.allgather([*zip(own, sums.tolist())] if grid.stage.rank == 0 else [])
         with grid.collective_call(what, always=True):
-            found = dict[str, int]()
-            if other := {name for name, bits in chain(*passed) if found.setdefault(name, bits) != bits}:
+            bits_of = dict[str, int]()
+            if other := {name for name, bits in chain(*passed) if bits_of.setdefault(name, bits) != bits}:
                 raise CheckpointError(
                     f"{what}: two stages have other values under one name: "
                     f"{names_in_words(map(repr, sorted(other)))}. If that is one weight, add the "

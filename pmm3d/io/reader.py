@@ -231,10 +231,10 @@ class Reader:
 
     def next(self) -> Arrays:
         """Wait for the next micro-batch, and return it. Raises the error of the thread."""
-        found = self._ready.get()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        arrays = self._ready.get()
+        if isinstance(arrays, Exception):
+            raise arrays
+        return arrays
 
     def taken(self) -> None:
         """Tell the thread that the caller took a micro-batch from `next`, so one more may be read."""

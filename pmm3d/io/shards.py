@@ -145,14 +145,14 @@ def write_master(
     manifest = {"step": step, "files": {file.file: file.checksums for file in there}, "matrices": entries}
     with written(folder / CHECKPOINT_FILE) as master:
         for name, entry in entries.items():
-            _show_whole(master, name, entry)
+            _add_virtual_dataset(master, name, entry)
         master[f"{OWN}/manifest"], master[f"{OWN}/meta"] = json.dumps(manifest), meta
     with file_errors(folder / CHECKSUMS, "written"):
         (folder / CHECKSUMS).write_text(json.dumps(checksums(folder / CHECKPOINT_FILE)))
         sync(folder / CHECKSUMS)
 
 
-def _show_whole(file: h5py.File, name: str, entry: dict[str, Any]) -> None:
+def _add_virtual_dataset(file: h5py.File, name: str, entry: dict[str, Any]) -> None:
     dtype, stored = entry["dtype"], stored_dtype(entry["dtype"])
     virtual = h5py.VirtualLayout(tuple(entry["shape"]), stored)
     for source, *edges in entry["shards"]:

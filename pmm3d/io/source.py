@@ -17,7 +17,7 @@ from ..product.files import check_all_written
 with needs("io", "data sets"):
     import h5py
 
-WHOLE_BYTES = 2**20
+UNSAMPLED_BYTES = 2**20
 """Bytes of a data set up to which its fingerprint contains all values. Larger ones: values of some rows."""
 SPREAD_ROWS, SPREAD_BYTES = 64, 2**22
 """Limits for the fingerprint of a larger data set: rows, and bytes that are read, including the chunks of these
@@ -171,7 +171,7 @@ def _identity(path: str) -> Identity:
 def _sampled_rows(dataset: h5py.Dataset) -> Iterator[slice]:
     """Yield the rows whose values are in the fingerprint."""
     rows, size = dataset.shape[0], dataset.dtype.itemsize
-    if prod(dataset.shape) * size <= WHOLE_BYTES:
+    if prod(dataset.shape) * size <= UNSAMPLED_BYTES:
         yield slice(None)
         return
     chunk = dataset.chunks or (1, *dataset.shape[1:])

@@ -56,14 +56,16 @@ class _ByGroups:
 
 def last_rows(samples: int, share: float) -> tuple[RowSet, RowSet]:
     """Return (training rows, held-out rows). The last rows are held out."""
-    kept = samples - round(share * samples)
-    return _divided(samples, kept)
+    trained = samples - round(share * samples)
+    return _divided(samples, trained)
 
 
 def random_rows(samples: int, share: float, seed: int) -> tuple[RowSet, RowSet]:
     """Return (training rows, held-out rows), chosen at random by the seed, without a table."""
-    kept = samples - round(share * samples)
-    return _divided(samples, kept, f"by seed {seed}", Permutation(samples, seed, 0, 1))  # keys of epochs: (seed, epoch)
+    trained = samples - round(share * samples)
+    return _divided(
+        samples, trained, f"by seed {seed}", Permutation(samples, seed, 0, 1)
+    )  # keys of epochs: (seed, epoch)
 
 
 def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tuple[RowSet, RowSet]:
@@ -73,22 +75,22 @@ def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tup
 
     Raises DataError if there is only one group.
     """
-    found, of_row, sizes = np.unique(groups.reshape(-1), return_inverse=True, return_counts=True)
-    if len(found) < 2:
+    distinct, of_row, sizes = np.unique(groups.reshape(-1), return_inverse=True, return_counts=True)
+    if len(distinct) < 2:
         raise DataError(
             f"all rows of data set {name!r} are of one group, so none can be held out: name another "
             "data set (data.groups), or leave it out"
         )
-    chosen = Permutation(len(found), seed, 0, 2)(np.arange(len(found)))
+    chosen = Permutation(len(distinct), seed, 0, 2)(np.arange(len(distinct)))
     held = np.cumsum(sizes[chosen])[:-1]
     count = 1 + int(np.argmin(abs(held - share * len(groups)))) if share else 0
     order = _ByGroups(np.isin(of_row.reshape(-1), chosen[:count]))
     samples, split = len(groups), f"by groups {name!r}, seed {seed}, rows {order.digest}"
-    kept = samples - int(held[count - 1] if count else 0)
-    return _divided(samples, kept, split, order)
+    trained = samples - int(held[count - 1] if count else 0)
+    return _divided(samples, trained, split, order)
 
 
 def _divided(
-    samples: int, kept: int, split: str = "none", order: Permutation | _ByGroups | None = None
+    samples: int, trained: int, split: str = "none", order: Permutation | _ByGroups | None = None
 ) -> tuple[RowSet, RowSet]:
-    return RowSet(0, kept, samples, split, order), RowSet(kept, samples, samples, split, order)
+    return RowSet(0, trained, samples, split, order), RowSet(trained, samples, samples, split, order)

@@ -69,9 +69,9 @@ class StepFolders:
         try:
             later = self.retire(step)
             others = [(other, path) for other, _, path in self.listed() if path != written]
-            kept = [path for other, path in others if other != step][: self.keep - 1]
+            spared = [path for other, path in others if other != step][: self.keep - 1]
             for _, path in others:
-                if path not in kept:
+                if path not in spared:
                     _remove(path.rename(path.with_name(f"removing-{path.name}")))
         except OSError as error:
             logger.warning(f"an old checkpoint could not be removed: {error}")

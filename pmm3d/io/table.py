@@ -350,18 +350,18 @@ class Table:
 
     def indices(self, columns: Columns) -> list[int]:
         """Return the indices of columns that are given by name or by index."""
-        found = []
+        indices = []
         for column in [columns] if isinstance(columns, (str, int)) else columns or ():
             if isinstance(column, str) and self.header and column in self.names:
-                found.append(self.names.index(column))
+                indices.append(self.names.index(column))
             elif re.fullmatch("-?[0-9]+", str(column), re.A) and -len(self.names) <= int(column) < len(self.names):
-                found.append(int(column) % len(self.names))
+                indices.append(int(column) % len(self.names))
             else:
                 has = f"has the columns {', '.join(self.names)}" if self.header else "has no header"
                 raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self.names)}")
-        if not found or len(set(found)) < len(found):
+        if not indices or len(set(indices)) < len(indices):
             raise DataError(f"{self._path}: the columns {columns!r} are none, or name one twice: name each once")
-        return found
+        return indices
 
 
 @contextmanager

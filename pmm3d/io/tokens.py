@@ -140,13 +140,13 @@ class TokenDataSet(Batched):
         if given is not None:
             check_at_least(1, vocabulary=given)
             return int(given)
-        found = self.tokens.attrs.get("vocabulary", 256 if self.tokens.dtype == np.uint8 else None)
-        if found is None:
+        vocabulary = self.tokens.attrs.get("vocabulary", 256 if self.tokens.dtype == np.uint8 else None)
+        if vocabulary is None:
             raise DataError(
                 f"{self.path}: data set {self.tokens.name[1:]!r} of {self.tokens.dtype} has no attribute "
                 "vocabulary: write one, the number of different tokens, or give vocabulary="
             )
-        return int(found)
+        return int(vocabulary)
 
     def _first_tokens(self, table: h5py.Dataset) -> np.ndarray:
         """Return the number of the first token of each document. Raises DataError for an invalid table."""
@@ -174,10 +174,10 @@ class TokenDataSet(Batched):
 
     def of_loss(self, loss: float) -> dict[str, float]:
         """Return "perplexity" of a mean cross-entropy, and "bits_per_byte" if `bytes_per_token` is known."""
-        found = {"perplexity": float(np.exp(loss))}
+        figures = {"perplexity": float(np.exp(loss))}
         if self.bytes_per_token:
-            found["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
-        return found
+            figures["bits_per_byte"] = loss / (log(2) * self.bytes_per_token)
+        return figures
 
     def loader(
         self,

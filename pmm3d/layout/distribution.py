@@ -143,15 +143,15 @@ class Split:
 
     Parts are numbered in order. The object does not store them.
 
-    size     number of indices
-    counts   sizes of the axes, major to minor
-    units    for each axis, number of indices that no cut separates (default 1)
-    offset   start of this window in the whole dim
-    whole    size of the whole dim
+    size          number of indices
+    counts        sizes of the axes, major to minor
+    units         for each axis, number of indices that no cut separates (default 1)
+    offset        start of this window in the whole dim
+    parent_size   size of the whole dim
 
         >>> list(Split(10, (3,)).within(5, 10))
         [Run(part=1, start=5, stop=7, local=1), Run(part=2, start=7, stop=10, local=0)]
-        >>> list(Split(4, (3,), offset=5, whole=10).runs(1))
+        >>> list(Split(4, (3,), offset=5, parent_size=10).runs(1))
         [Run(part=1, start=0, stop=2, local=1)]
     """
 
@@ -159,7 +159,7 @@ class Split:
     counts: tuple[int, ...] = ()
     units: tuple[int, ...] = ()
     offset: int = 0
-    whole: int | None = None
+    parent_size: int | None = None
 
     @property
     def parts(self) -> int:
@@ -167,14 +167,14 @@ class Split:
 
     @property
     def spacing(self) -> Spacing:
-        least = most = self._whole
+        least = most = self._uncut_size
         for count, unit in self._cuts:
             least, most = least // unit // count * unit, -(-(most // unit) // count) * unit
         return Spacing(min(self.size, most), min(self.size, most), max(least, min(self.units, default=1)))
 
     @property
-    def _whole(self) -> int:
-        return self.size if self.whole is None else self.whole
+    def _uncut_size(self) -> int:
+        return self.size if self.parent_size is None else self.parent_size
 
     @property
     def _cuts(self) -> Iterator[tuple[int, int]]:
@@ -186,7 +186,7 @@ class Split:
         for count in reversed(self.counts):
             number, index = divmod(number, count)
             indices.append(index)
-        start, stop = 0, self._whole
+        start, stop = 0, self._uncut_size
         for (count, unit), index in zip(self._cuts, reversed(indices)):
             begin, end = part_range((stop - start) // unit, count, index)
             start, stop = start + begin * unit, start + end * unit
@@ -195,7 +195,7 @@ class Split:
     def within(self, low: int, high: int) -> Iterator[Run]:
         low, high = max(0, low), min(self.size, high)
         first, last = low + self.offset, high + self.offset
-        parts = [(0, 0, self._whole)] if low < high else []
+        parts = [(0, 0, self._uncut_size)] if low < high else []
         for count, unit in self._cuts:
             parts = [
                 (part * count + index, start + begin * unit, start + end * unit)
@@ -261,26 +261,26 @@ Strided(here=9, there=22, length=2, times=1, step_here=0, step_there=0)]
         low, high, size = run.start + self.offset, run.stop + self.offset, self.block
         if self.parts == 1:
             return [Strided(low, run.local, high - low)]
-        found, step = list[Strided](), size * self.parts
+        pieces, step = list[Strided](), size * self.parts
         block = low // size + (part - self.first - low // size) % self.parts
         start, local = block * size, block // self.parts * size
         there = run.local + start - low
         if start < low and start + size > low:
             stop = min(start + size, high)
-            found.append(Strided(local + low - start, run.local, stop - low))
+            pieces.append(Strided(local + low - start, run.local, stop - low))
             start, local, there = start + step, local + size, there + step
         times = max(0, (high - start + step - size) // step) if start < high else 0
         if times:
-            found.append(Strided(local, there, size, times, *((size, step) if times > 1 else (0, 0))))
+            pieces.append(Strided(local, there, size, times, *((size, step) if times > 1 else (0, 0))))
             start, local, there = start + times * step, local + times * size, there + times * step
         if start < high:
-            found.append(Strided(local, there, high - start))
-        return found
+            pieces.append(Strided(local, there, high - start))
+        return pieces
 
     def extent(self, part: int) -> int:
         """Number of indices of a part in the dim from its start to the end of this window: ScaLAPACK's NUMROC."""
-        whole, rest = divmod(self.offset + self.size, self.block)
-        turns, left = divmod(whole, self.parts)
+        full_blocks, rest = divmod(self.offset + self.size, self.block)
+        turns, left = divmod(full_blocks, self.parts)
         position = (part - self.first) % self.parts
         return turns * self.block + (self.block if position < left else rest if position == left else 0)
 
@@ -358,23 +358,23 @@ def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> Shared
     {0: [Strided(here=0, there=0, length=2, times=1, step_here=0, step_there=0)], \
 1: [Strided(here=2, there=1, length=2, times=1, step_here=0, step_there=0)]}
     """
-    found: Shared = {}
+    by_part: Shared = {}
     if isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
         for run in others.within(0, mine.size):
             if shared := mine.shared(part, run):
-                found.setdefault(run.part, []).extend(shared)
+                by_part.setdefault(run.part, []).extend(shared)
     elif isinstance(others, Cyclic) and not isinstance(mine, Cyclic):
         for run in mine.runs(part):
             for number in range(others.parts):
                 if shared := others.shared(number, run):
-                    found.setdefault(number, []).extend(map(turned, shared))
+                    by_part.setdefault(number, []).extend(map(turned, shared))
     else:
         for run in mine.runs(part):
             for other in others.within(run.start, run.stop):
                 one = Strided(run.local + other.start - run.start, other.local, other.stop - other.start)
-                found.setdefault(other.part, []).append(one)
-        found = {other: strided(shared) for other, shared in found.items()}
-    return found
+                by_part.setdefault(other.part, []).append(one)
+        by_part = {other: strided(shared) for other, shared in by_part.items()}
+    return by_part
 
 
 def turned(runs: Strided) -> Strided:
@@ -398,30 +398,30 @@ def strided(shared: Iterable[Strided]) -> list[Strided]:
     >>> strided([Strided(0, 0, 2), Strided(2, 4, 2), Strided(4, 8, 2)])
     [Strided(here=0, there=0, length=2, times=3, step_here=2, step_there=4)]
     """
-    found: list[Strided] = []
+    combined: list[Strided] = []
     for here, there, length, *_ in _merged(shared):
-        if found:
-            last = found[-1]
+        if combined:
+            last = combined[-1]
             steps = here - last.here, there - last.there
             even = last.times == 1 or steps == (last.times * last.step_here, last.times * last.step_there)
             if length == last.length and even and min(steps) > 0:
                 step_here, step_there = (step // last.times for step in steps)
-                found[-1] = Strided(last.here, last.there, length, last.times + 1, step_here, step_there)
+                combined[-1] = Strided(last.here, last.there, length, last.times + 1, step_here, step_there)
                 continue
-        found.append(Strided(here, there, length))
-    return found
+        combined.append(Strided(here, there, length))
+    return combined
 
 
 def _merged(shared: Iterable[Strided]) -> list[Strided]:
-    found: list[Strided] = []
+    merged: list[Strided] = []
     for piece in shared:
-        last = found[-1] if found else Strided(-1, -1, 0)
+        last = merged[-1] if merged else Strided(-1, -1, 0)
         steps = piece.here - last.here, piece.there - last.there
         if last.length and steps == (last.length, last.length) and last.times == piece.times == 1:
-            found[-1] = last._replace(length=last.length + piece.length)
+            merged[-1] = last._replace(length=last.length + piece.length)
         else:
-            found.append(piece)
-    return found
+            merged.append(piece)
+    return merged
 
 
 def packed(shared: Iterable[Strided], low: int, high: int) -> list[Strided]:
@@ -431,7 +431,7 @@ def packed(shared: Iterable[Strided], low: int, high: int) -> list[Strided]:
     [Strided(here=5, there=0, length=1, times=1, step_here=0, step_there=0), \
 Strided(here=8, there=1, length=1, times=1, step_here=0, step_there=0)]
     """
-    found, counted = list[Strided](), -low
+    packed_runs, counted = list[Strided](), -low
     for here, _, length, times, step, _ in shared:
         if step == length:  # one run
             length, times = length * times, 1
@@ -444,13 +444,13 @@ Strided(here=8, there=1, length=1, times=1, step_here=0, step_there=0)]
                 runs = [Strided(here, counted, length, times, step, length)]
             else:
                 runs = strided(_part(here, step, length, first, last, counted))
-            before, after = found[-1] if found else runs[0], runs[0]
+            before, after = packed_runs[-1] if packed_runs else runs[0], runs[0]
             if before.times == after.times == 1 and before.here + before.length == after.here:
-                found[-1] = Strided(before.here, before.there, before.length + after.length)
+                packed_runs[-1] = Strided(before.here, before.there, before.length + after.length)
                 runs = runs[1:]
-            found += runs
+            packed_runs += runs
         counted += size
-    return found
+    return packed_runs
 
 
 def _part(here: int, step: int, length: int, first: int, last: int, counted: int) -> Iterator[Strided]:

@@ -207,11 +207,11 @@ class Blocks:
             object.__setattr__(self, "owners", tuple(_ranks(row) for row in self.owners))
         except TypeError:
             raise LayoutError(f"owners of blocks are lists of ranks; got {self.owners!r}") from None
-        found, expected = {len(row) for row in self.owners} or {0}, (len(self.row_cuts) - 1, len(self.col_cuts) - 1)
-        if len(self.owners) != expected[0] or found != {expected[1]}:
+        widths, expected = {len(row) for row in self.owners} or {0}, (len(self.row_cuts) - 1, len(self.col_cuts) - 1)
+        if len(self.owners) != expected[0] or widths != {expected[1]}:
             raise LayoutError(
                 f"there are {expected[0]} x {expected[1]} blocks between these cuts; got the owners of "
-                f"{len(self.owners)} x {'/'.join(map(str, sorted(found)))}"
+                f"{len(self.owners)} x {'/'.join(map(str, sorted(widths)))}"
             )
         if self.order not in ("C", "F"):
             raise LayoutError(f'the order of arrays is "C", by rows, or "F", by columns; got {self.order!r}')
@@ -310,11 +310,11 @@ class Blocks:
 
     @cached_property
     def _tiles(self) -> dict[int, list[Tile]]:
-        found: dict[int, list[Tile]] = {}
+        tiles_of: dict[int, list[Tile]] = {}
         for row, owners in enumerate(self.owners):
             for col, owner in enumerate(owners):
-                found.setdefault(owner, []).append(Tile(row, col))
-        return found
+                tiles_of.setdefault(owner, []).append(Tile(row, col))
+        return tiles_of
 
     def most(self) -> tuple[int, int, int]:
         shapes = [self.local_shapes(rank) for rank in self._tiles]

@@ -386,13 +386,13 @@ def cutting_units(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape)
     """
     if unit == 1:
         return [1] * len(axes)
-    found = [unit_of(unit, axis) if getattr(grid, axis) > 1 else 1 for axis in axes]
-    largest = max(found, default=1)
+    units = [unit_of(unit, axis) if getattr(grid, axis) > 1 else 1 for axis in axes]
+    largest = max(units, default=1)
     if size % largest:
         raise LayoutError(
             f"a dim of {size} is cut in units of {largest} by {', '.join(axes)}: it must be a multiple of the unit"
         )
-    return found
+    return units
 
 
 def _checked_units(units: Any, *dims: tuple[str, ...]) -> Units:
@@ -414,15 +414,15 @@ def _checked_unit(unit: Any, axes: tuple[str, ...], what: str) -> Unit:
         by_axis = {axis: natural(number, what, 1, LayoutError) for axis, number in dict(unit).items() if axis}
     except (TypeError, ValueError):
         raise LayoutError(f"{what}; got {unit!r}") from None
-    found, order = [by_axis.get(axis, 1) for axis in axes], order_entry(unit)
-    for axis, (before, after) in zip(axes[1:], pairwise(found)):
+    units, order = [by_axis.get(axis, 1) for axis in axes], order_entry(unit)
+    for axis, (before, after) in zip(axes[1:], pairwise(units)):
         if before % after:
             raise LayoutError(
                 f"axis {axis} cuts in units of {after}, and the axis before it in units of {before}: a "
                 "unit must be a multiple of those of the axes after it"
             )
-    if len(set(found)) == 1 and not order:
-        return found[0]
+    if len(set(units)) == 1 and not order:
+        return units[0]
     return (
         *order,
         *sorted((axis, number) for axis, number in by_axis.items() if number > 1 and axis in (axes or by_axis)),

@@ -66,12 +66,12 @@ def _pieces(order: RowOrder) -> tuple[tuple[int, int, int], ...]:
         blocks = [each for pair in zip(blocks, reversed(blocks)) for each in pair][: len(blocks)]
     elif order.name == "striped":
         blocks = [block for rank in range(order.ranks) for block in blocks[rank :: order.ranks]]
-    found, stored = [], 0
+    pieces, stored = [], 0
     for block in blocks:
         count = min(order.block, order.length - block * order.block)
-        found.append((stored, block * order.block, count))
+        pieces.append((stored, block * order.block, count))
         stored += count
-    return tuple(found)
+    return tuple(pieces)
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Ordered:
         yield from sorted(runs, key=lambda run: run.start)
 
     def within(self, low: int, high: int) -> Iterator[Run]:
-        length, found = self.order.length, list[Run]()
+        length, runs = self.order.length, list[Run]()
         for stored, row, count in self.order.pieces(low // length * length, -(-high // length) * length):
             first, last = max(low, row), min(high, row + count)
             for run in self.split.within(stored + first - row, stored + last - row) if first < last else ():
-                found.append(run._replace(start=run.start + row - stored, stop=run.stop + row - stored))
-        yield from sorted(found, key=lambda run: run.start)
+                runs.append(run._replace(start=run.start + row - stored, stop=run.stop + row - stored))
+        yield from sorted(runs, key=lambda run: run.start)

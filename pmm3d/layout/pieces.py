@@ -39,35 +39,35 @@ def send_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
     >>> {ranks: [piece.shape for piece in pieces] for ranks, pieces in send_blocks(cyclic, slabs, 0).items()}
     {(0,): [(2, 3)], (1,): [(2, 3)]}
     """
-    found: _Found = {}
+    unordered: _Unordered = {}
     own = {tile: number for number, tile in enumerate(target.tiles(rank))}
     for tile, there, piece in _overlaps(source, target, rank):
         readers = [reader for reader in target.owners_of(there) if source.sender_for(tile, reader) == rank]
         if rank in readers:
             readers.remove(rank)
-            found.setdefault((rank,), []).append((tile, there, Piece(*piece[:4], own[there])))
+            unordered.setdefault((rank,), []).append((tile, there, Piece(*piece[:4], own[there])))
         if readers:
-            found.setdefault(tuple(readers), []).append((tile, there, piece))
-    return _in_order(found)
+            unordered.setdefault(tuple(readers), []).append((tile, there, piece))
+    return _in_order(unordered)
 
 
 def recv_blocks(source: Tiled, target: Tiled, rank: int) -> Messages:
     """Pieces that this rank receives from other ranks."""
-    found: _Found = {}
+    unordered: _Unordered = {}
     for tile, there, piece in _overlaps(target, source, rank):
         sender = source.sender_for(there, rank)
         if sender != rank:
-            found.setdefault((sender,), []).append((there, tile, piece))
-    return _in_order(found)
+            unordered.setdefault((sender,), []).append((there, tile, piece))
+    return _in_order(unordered)
 
 
-_Found = dict[tuple[int, ...], list[tuple[Tile, Tile, Piece]]]
+_Unordered = dict[tuple[int, ...], list[tuple[Tile, Tile, Piece]]]
 """Ranks -> (tile of the source, tile of the target, piece) for each piece."""
 
 
 def _overlaps(mine: Tiled, others: Tiled, rank: int) -> list[tuple[Tile, Tile, Piece]]:
     """Return each overlap of this rank's tiles with tiles of `others`: both tiles, and the elements that they share."""
-    rows, cols = _Kept(mine.rows, others.rows), _Kept(mine.cols, others.cols)
+    rows, cols = _SharedByPart(mine.rows, others.rows), _SharedByPart(mine.cols, others.cols)
     return [
         (tile, Tile(row, col), Piece(number, (height, width), of_rows, of_cols))
         for number, tile in enumerate(mine.tiles(rank))
@@ -76,7 +76,7 @@ def _overlaps(mine: Tiled, others: Tiled, rank: int) -> list[tuple[Tile, Tile, P
     ]
 
 
-class _Kept(dict[int, list[tuple[int, int, list[Strided]]]]):
+class _SharedByPart(dict[int, list[tuple[int, int, list[Strided]]]]):
     """Cache of `in_common` for each part, because neighbouring tiles share rows or columns: the other part, and the
     number of indices and runs that the parts share."""
 
@@ -85,15 +85,15 @@ class _Kept(dict[int, list[tuple[int, int, list[Strided]]]]):
 
     def __missing__(self, part: int) -> list[tuple[int, int, list[Strided]]]:
         shared = in_common(self._both[0], part, self._both[1])
-        self[part] = found = [
+        self[part] = overlaps = [
             (other, sum([length * times for _, _, length, times, *_ in runs]), runs) for other, runs in shared.items()
         ]
-        return found
+        return overlaps
 
 
-def _in_order(found: _Found) -> Messages:
+def _in_order(unordered: _Unordered) -> Messages:
     order = itemgetter(0, 1)
-    return {ranks: [piece for *_, piece in sorted(found[ranks], key=order)] for ranks in sorted(found)}
+    return {ranks: [piece for *_, piece in sorted(unordered[ranks], key=order)] for ranks in sorted(unordered)}
 
 
 def elements(pieces: Sequence[Piece]) -> int:

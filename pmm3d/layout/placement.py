@@ -22,7 +22,7 @@ class Placement:
     order                 order in which shards are stored: "C" by rows, "F" by columns
     ranks                 rank in the communicator of each rank of the grid (default: 0, 1, ...)
     start                 for a window (`sub`), its first row and column
-    whole                 for a window, the shape of the whole matrix
+    parent_shape          for a window, the shape of the whole matrix
 
     A rank reads a replicated tile from itself, or from the owner with its own coordinates along replicating axes.
 
@@ -42,7 +42,7 @@ class Placement:
     order: str = "C"
     ranks: tuple[int, ...] | None = None
     start: tuple[int, int] = (0, 0)
-    whole: tuple[int, int] | None = None
+    parent_shape: tuple[int, int] | None = None
     exact = False
 
     def __post_init__(self) -> None:
@@ -73,13 +73,16 @@ class Placement:
         it is not within the matrix."""
         check_window(self.shape, row, col, rows, cols)
         return replace(
-            self, shape=(rows, cols), start=(self.start[0] + row, self.start[1] + col), whole=self.whole or self.shape
+            self,
+            shape=(rows, cols),
+            start=(self.start[0] + row, self.start[1] + col),
+            parent_shape=self.parent_shape or self.shape,
         )
 
     def box(self, rank: int) -> Box:
         """Box of the matrix that the rank stores."""
-        held = self.layout.box(self.whole or self.shape, self.grid, self._coords(rank))
-        if self.whole is None:
+        held = self.layout.box(self.parent_shape or self.shape, self.grid, self._coords(rank))
+        if self.parent_shape is None:
             return held
         (row, col), (rows, cols) = self.start, self.shape
         return (held & Box(row, row + rows, col, col + cols)).moved(-row, -col)
@@ -107,7 +110,7 @@ class Placement:
         return self._split(1)
 
     def _split(self, dim: int) -> Distribution1D:
-        axes, size = (self.layout.rows, self.layout.cols)[dim], (self.whole or self.shape)[dim]
+        axes, size = (self.layout.rows, self.layout.cols)[dim], (self.parent_shape or self.shape)[dim]
         units = cutting_units(size, axes, self.layout.units[dim], self.grid)
         cuts = [(count, unit) for axis, unit in zip(axes, units) if (count := getattr(self.grid, axis)) > 1]
         counts, lengths = zip(*cuts) if cuts else ((), ())
@@ -143,7 +146,7 @@ class Placement:
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         coords = self._coords(rank)
-        return [] if coords is None else [self.layout.box(self.whole or self.shape, self.grid, coords).shape]
+        return [] if coords is None else [self.layout.box(self.parent_shape or self.shape, self.grid, coords).shape]
 
     def check_ranks(self, size: int) -> None:
         if self.grid.size > size:
@@ -192,8 +195,8 @@ def _sender(layout: Layout, grid: GridShape, tile: Tile, reader: int) -> int:
 
 def _along(layout: Layout, grid: GridShape, tile: Tile) -> dict[str, int]:
     """Coordinates of the owners of a tile along the axes that split."""
-    found = dict[str, int]()
+    indices = dict[str, int]()
     for axes, part in ((layout.rows, tile.row), (layout.cols, tile.col)):
         for axis in reversed(axes):
-            part, found[axis] = divmod(part, getattr(grid, axis))
-    return found
+            part, indices[axis] = divmod(part, getattr(grid, axis))
+    return indices

@@ -218,12 +218,12 @@ class GridShape(_ByAxis):
         >>> shape.group(["y"], shape.coords(1)), shape.group(["x", "z"], shape.coords(2))
         (range(1, 4, 2), (2, 3, 6, 7))
         """
-        found = [self.rank(coords._replace(**dict.fromkeys(axes, 0)))]
+        ranks = [self.rank(coords._replace(**dict.fromkeys(axes, 0)))]
         for stride, size, name in sorted(zip(self.strides, self, self.names)):
             if name in axes:
-                found = [rank + index * stride for index in range(size) for rank in found]
-        even = range(found[0], found[-1] + 1, found[1] - found[0] if len(found) > 1 else 1)
-        return even if [*even] == found else tuple(found)
+                ranks = [rank + index * stride for index in range(size) for rank in ranks]
+        even = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+        return even if [*even] == ranks else tuple(ranks)
 
     def __str__(self) -> str:
         others = [f"{name} {size}" for name, size in zip(self.names[3:], self[3:]) if size > 1]

@@ -142,10 +142,10 @@ def _received(step: Step, before: Layout, grid: GridShape) -> int:
     """Number of elements that a rank receives in a step, for a matrix with as many elements as the grid has ranks."""
     if step.kind in ("slice", "zero_others"):
         return 0
-    whole, ranks = grid.size // grid.along(before.splitting), getattr(grid, step.axis)
+    copies, ranks = grid.size // grid.along(before.splitting), getattr(grid, step.axis)
     if step.kind == "gather":
-        return whole * (ranks - 1)
-    return whole * (ranks - 1) // ranks * (2 if step.kind == "all_reduce" else 1)
+        return copies * (ranks - 1)
+    return copies * (ranks - 1) // ranks * (2 if step.kind == "all_reduce" else 1)
 
 
 def _same_cuts(layout: Layout, target: Layout, dim: int, axes: tuple[str, ...]) -> bool:

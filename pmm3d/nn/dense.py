@@ -249,14 +249,14 @@ class _Schedule(NamedTuple):
                     out[...], beta = begins, 1
             self._multiply(self.out, inputs, part, full, out, beta)
 
-        product = LazyMatrix(self.layouts.natural, (inputs.whole.shape[0], full.shape[1]), fill, "reduce O")
+        product = LazyMatrix(self.layouts.natural, (inputs.gathered.shape[0], full.shape[1]), fill, "reduce O")
         return gemm_then_relayout(self.out, product, self.out.layout).wait()
 
     def _multiply(self, spec: TensorSpec, rows: Arrivals, part: slice, factor: Array, out: Array, beta: float) -> None:
         """Compute out = beta out + rows[part] factor. Each GEMM begins when its rows have arrived."""
-        start, stop, _ = part.indices(rows.whole.shape[0])
+        start, stop, _ = part.indices(rows.gathered.shape[0])
         for low, high in rows.within(start, stop):
-            gemm(spec, rows.whole[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
+            gemm(spec, rows.gathered[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
     def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
         """Gradients dI = dO W^T, with partial sums over n, and dW = I^T dO and db, as sums over this rank's rows."""
@@ -265,7 +265,7 @@ class _Schedule(NamedTuple):
         coming = self.rows_of(self.out, gradient, self.out.layout, layouts.result, "gather dO")
         came = spec.layout if self.regathers else layouts.input
         rows = self.rows_of(spec, inputs[0], came, layouts.input, "gather I") if self.learns else None
-        m, n = coming.whole.shape[0], gradient.shape[1]
+        m, n = coming.gathered.shape[0], gradient.shape[1]
         if self.wanted:
             whole = self.full(weight, full, "backward")
             of_input = LazyMatrix(
@@ -277,7 +277,7 @@ class _Schedule(NamedTuple):
         if rows is not None:
             of_weight = LazyMatrix(
                 layouts.of_weight,
-                (rows.whole.shape[1], n),
+                (rows.gathered.shape[1], n),
                 lambda out, beta, _: gemm(spec, rows.wait().T, coming.wait(), out, beta, tf32=self.tf32),
                 "reduce dW",
             )

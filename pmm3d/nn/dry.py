@@ -32,7 +32,7 @@ class Facts(NamedTuple):
 
 def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     """Dry grid with the shape and hosts of this grid, or a stage of it, for a rank (default: this rank)."""
-    whole, shape = grid.whole, grid.whole.shape
+    whole, shape = grid.parent, grid.parent.shape
     made = Grid.dry(
         shape[:3],
         shape.data,

@@ -25,7 +25,7 @@ class Seeds:
 
     @classmethod
     def of(cls, grid: Grid) -> Seeds:
-        return grid.whole.attached.setdefault(cls, cls())
+        return grid.parent.attached.setdefault(cls, cls())
 
     def next(self) -> int:
         """Return the next seed. All ranks make the same layers in the same order, so they get the same seeds."""
@@ -66,7 +66,7 @@ def manual_seed(grid: Grid, seed: int) -> None:
             raise Pmm3dError(
                 f"manual_seed: the seed is a whole number from 0 to 2^64 - 1; got {seed!r}: convert it with int(...)"
             )
-    grid.whole.attached[Seeds] = Seeds(int(seed))
+    grid.parent.attached[Seeds] = Seeds(int(seed))
 
 
 def derived(seed: int, stream: int) -> int:

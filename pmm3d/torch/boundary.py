@@ -21,7 +21,7 @@ from .grid_parameter import ROWS, digest
 from .operation import BackwardPasses
 
 logger = logging.getLogger("pmm3d.torch")
-WHOLE = layout_of(ROWS)
+ALL_COLUMNS = layout_of(ROWS)
 """Layout of a batch whose rows are split and whose columns are all on each rank."""
 LIKE_LOSSES = 1e-3
 """Largest relative difference between sums of losses that is accepted as rounding."""
@@ -74,7 +74,7 @@ def input_rows(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     passes = BackwardPasses.of(grid)
     if grid.debug:
         passes.compare("input_rows", [digest([x])])
-    box = WHOLE.box((x.shape[0], 1), grid.shape, grid.coords)
+    box = ALL_COLUMNS.box((x.shape[0], 1), grid.shape, grid.coords)
     rows = slice(box.r0, box.r1)
     if not x.requires_grad:
         return x[rows]
@@ -108,9 +108,9 @@ def gather_output(grid: Grid, x: torch.Tensor) -> torch.Tensor:
     ...     gather_output(grid, input_rows(grid, torch.arange(5.0)[:, None]))[:, 0]
     tensor([0., 1., 2., 3., 4.])
     """
-    passes, (whole, start) = BackwardPasses.of(grid), _all_rows(grid, x.detach())
+    passes, (all_rows, start) = BackwardPasses.of(grid), _all_rows(grid, x.detach())
     rows = slice(start, start + x.shape[0])
-    return _linear(x, whole, lambda gradient: gradient[rows] * passes.partners)
+    return _linear(x, all_rows, lambda gradient: gradient[rows] * passes.partners)
 
 
 def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,10 +161,10 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
     passes, trains = BackwardPasses.of(grid), torch.is_grad_enabled()
     if passes.compares(f"mean {trains}"):
         passes.compare("mean", _sums_of(losses), OTHER_LABELS, trains, cols=(), spread=LIKE_LOSSES)
-    found, direct = _weights_of_torch(losses) if weights is None else (weights, True)
+    known_weights, direct = _weights_of_torch(losses) if weights is None else (weights, True)
     unknown, fits = weights is None and losses.grad_fn is None, weights is None or weights.shape == losses.shape
     losses = losses * weights if weights is not None and fits else losses
-    given = found if found is not None and fits else torch.ones_like(losses, requires_grad=False)
+    given = known_weights if known_weights is not None and fits else torch.ones_like(losses, requires_grad=False)
     terms = losses, given, losses != 0 if unknown else torch.ones_like(given)
     sums = torch.stack([each.detach().sum(dtype=torch.float64) for each in terms]) + (0 if fits else nan)
     with grid.ledger.phase("loss"):
@@ -173,7 +173,7 @@ def mean(grid: Grid, losses: torch.Tensor, weights: torch.Tensor | None = None) 
         raise LayoutError(
             "mean: the weights of a rank have another shape than its losses, or are NaN. Pass a weight for each loss"
         )
-    ignores = weights is None and found is not None and bool(count != number)
+    ignores = weights is None and known_weights is not None and bool(count != number)
     if (ignores and not direct) or (passes.ignores and unknown):
         raise LayoutError(
             "mean: cross_entropy ignores labels or weighs classes, and the number by which torch divides "
@@ -215,7 +215,7 @@ def _sums_of(losses: torch.Tensor) -> list[float]:
     return [len(flat), float(flat.sum()), float(flat @ weights)]
 
 
-def whole_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
+def gather_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
     """All-gather the columns of x, which is in the layout `split`. Collective along the axis that splits them.
 
     In the backward pass, each rank takes its own columns of the gradient, which is the same on all ranks of the axis.
@@ -224,8 +224,8 @@ def whole_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> t
         return x
     return _linear(
         x,
-        _moved(grid, columns, split, WHOLE, x.detach()),
-        lambda gradient: _moved(grid, columns, WHOLE, split, gradient),
+        _moved(grid, columns, split, ALL_COLUMNS, x.detach()),
+        lambda gradient: _moved(grid, columns, ALL_COLUMNS, split, gradient),
     )
 
 
@@ -238,8 +238,8 @@ def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> tor
     own, width = x.detach(), x.shape[-1]
     return _linear(
         x,
-        _moved(grid, columns, WHOLE, split, own) if width == columns else own.clone(),
-        lambda gradient: _moved(grid, columns, split, WHOLE, gradient)[..., :width],
+        _moved(grid, columns, ALL_COLUMNS, split, own) if width == columns else own.clone(),
+        lambda gradient: _moved(grid, columns, split, ALL_COLUMNS, gradient)[..., :width],
     )
 
 
@@ -254,15 +254,15 @@ def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Te
 
 def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Gather rows along z, then along data. Return all rows, and the index of this rank's first row. Collective."""
-    found, start = x.contiguous().view(x.shape[0], x.shape[1:].numel()).clone(), 0
+    rows, start = x.contiguous().view(x.shape[0], x.shape[1:].numel()).clone(), 0
     for axis in map(grid.axis, reversed(ROWS)):
         if axis.size > 1:
-            counts = stacked(axis, torch.tensor([[found.shape[0]]])).flatten().tolist()
-            out = found.new_empty((sum(counts), found.shape[1]))
+            counts = stacked(axis, torch.tensor([[rows.shape[0]]])).flatten().tolist()
+            out = rows.new_empty((sum(counts), rows.shape[1]))
             with grid.ledger.phase("gather rows"):
-                found = axis._all_gather_into(found, out, counts).wait()
+                rows = axis._all_gather_into(rows, out, counts).wait()
             start += sum(counts[: axis.index])
-    return found.view(found.shape[0], *x.shape[1:]), start
+    return rows.view(rows.shape[0], *x.shape[1:]), start
 
 
 def _linear(x: torch.Tensor, value: torch.Tensor, adjoint: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -216,7 +216,7 @@ def _sharded(name: str, part: Any, split: Split, grid: Grid) -> ShardedModule:
         )
     made.path, made.partners = name, BackwardPasses.of(grid).partners
     for own in made.home:
-        made._load_whole(own, getattr(part, own))
+        made._load_plain(own, getattr(part, own))
         made.get_parameter(own).requires_grad_(getattr(part, own).requires_grad)
     return made
 
@@ -252,13 +252,13 @@ def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given:
     trains = module.training and torch.is_grad_enabled()
     if not passes.compares(f"{what} {trains}"):
         return
-    found = [*_tensors(given)]
+    tensors = [*_tensors(given)]
     first = next(module.children(), module) if type(module) is nn.Sequential else module
     layers = [first] if isinstance(first, ShardedModule) else module.modules()
     splits = set[str]().union(
-        *(layer._splits(tensor) for layer in layers if isinstance(layer, ShardedModule) for tensor in found)
+        *(layer._splits(tensor) for layer in layers if isinstance(layer, ShardedModule) for tensor in tensors)
     )
-    passes.compare("the model's input", [digest(found)], trains=trains, cols=splits)
+    passes.compare("the model's input", [digest(tensors)], trains=trains, cols=splits)
 
 
 def _hold(module: nn.Module, passes: BackwardPasses, label: str) -> None:

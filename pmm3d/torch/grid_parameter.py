@@ -69,8 +69,8 @@ class GridParameter:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> GridParameter | None:
         """Return the GridParameter of a torch parameter, or None if it has none for its present memory."""
-        found: GridParameter | None = getattr(tensor, MARK, None)
-        return found if found is not None and found.fits(tensor) else None
+        marked: GridParameter | None = getattr(tensor, MARK, None)
+        return marked if marked is not None and marked.fits(tensor) else None
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether both parameters still share memory. `module.to(...)` may allocate new memory for the torch one."""
@@ -83,13 +83,13 @@ class GridParameter:
         tensor = self.tensor()
         if tensor is None or not tensor.requires_grad:
             return False
-        found = reached(get_gradient_edge(tensor).node)
-        if found is None:
+        in_pass = reached(get_gradient_edge(tensor).node)
+        if in_pass is None:
             raise Pmm3dError(
                 f"{self.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
                 "loss.backward(inputs=[...]) brings the sum over the ranks, in .grad"
             )
-        return found
+        return in_pass
 
     def follow(self) -> None:
         """Set whether the weight requires a gradient, as the torch parameter does now."""

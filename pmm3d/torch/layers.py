@@ -18,7 +18,7 @@ from ..nn.functional import fill_kept, layer_norm
 from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
-from .boundary import own_columns, whole_columns
+from .boundary import gather_columns, own_columns
 from .grid_parameter import ROWS, GridParameter, precision_of
 from .operation import BackwardPasses, run
 
@@ -91,18 +91,18 @@ class ShardedModule(OnGrid):
     def _held(self, name: str) -> GridParameter:
         """Return the GridParameter over the present memory of a parameter, with its present precision."""
         tensor = getattr(self, name)
-        found = BackwardPasses.of(self.grid).hold(
+        parameter = BackwardPasses.of(self.grid).hold(
             tensor, *self.home[name], f"{self.path}.{name}".lstrip("."), self.partners
         )
-        found.weight.precision = precision_of(tensor)
-        return found
+        parameter.weight.precision = precision_of(tensor)
+        return parameter
 
-    def _whole(self, name: str, root: int | None = None) -> torch.Tensor | None:
+    def _gather(self, name: str, root: int | None = None) -> torch.Tensor | None:
         """Gather a parameter of the plain module on every rank, or on `root`: None on other ranks. Collective."""
         gathered = self._held(name).weight.value.gather(root)
         return None if gathered is None else self._turned(name, gathered).clone(memory_format=torch.contiguous_format)
 
-    def _load_whole(self, name: str, value: torch.Tensor) -> None:
+    def _load_plain(self, name: str, value: torch.Tensor) -> None:
         """Copy this rank's part of a parameter of the plain module. Local."""
         own = self._turned(name, value)[self._box(name).within(Box(0, 0, 0, 0))]
         with torch.no_grad():
@@ -298,7 +298,7 @@ class Linear3D(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self._run(linear, x)
-        return whole_columns(self.grid, out, self.out_features, self._output) if self.gather else out
+        return gather_columns(self.grid, out, self.out_features, self._output) if self.gather else out
 
     def extra_repr(self) -> str:
         return (
@@ -417,10 +417,12 @@ class Dropout3D(OnGrid):
         seed = int(torch.randint(2**62, ()))
         grid, rows, columns = self.grid, x.shape[:-1].numel(), x.shape[-1]
         cols = () if self.axis is None else (self.axis,)
-        whole = rows * BackwardPasses.of(grid).partners, columns * grid.shape.along(cols)
-        kept = x.new_empty((rows, columns), dtype=torch.uint8)
-        fill_kept(kept, layout_of(ROWS, cols).box(whole, grid.shape, grid.coords), whole[1], self.p, seed, 0)
-        return (x * kept.view(x.shape)).mul_(1 / (1 - self.p))
+        parent_shape = rows * BackwardPasses.of(grid).partners, columns * grid.shape.along(cols)
+        mask = x.new_empty((rows, columns), dtype=torch.uint8)
+        fill_kept(
+            mask, layout_of(ROWS, cols).box(parent_shape, grid.shape, grid.coords), parent_shape[1], self.p, seed, 0
+        )
+        return (x * mask.view(x.shape)).mul_(1 / (1 - self.p))
 
     def extra_repr(self) -> str:
         return f"p={self.p}, axis={self.axis!r}"

@@ -198,8 +198,8 @@ class BackwardPasses:
             return
         try:
             if self.grid.size > 1:
-                found = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
-                self.grid._compared("backward", found)()
+                weights_taken = ", ".join(f"{each.weight.name} {times}" for each, times in taken.items())
+                self.grid._compared("backward", weights_taken)()
             self.parallel.finish()
             self._is_open, self._taken = False, Counter()
             for held in taken:
@@ -282,10 +282,10 @@ class _Operation(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
         call.passes.begin()
-        kept = ctx.saved_tensors[len(call.held) :]
+        saved_arrays = ctx.saved_tensors[len(call.held) :]
         before, *ends = (node for node, _ in ctx.next_functions)
         rows = gradient.contiguous().view(prod(gradient.shape[:-1]), gradient.shape[-1])
-        of_input, *others = ctx.rule(rows, *kept)
+        of_input, *others = ctx.rule(rows, *saved_arrays)
         coming = relayout_gradient(ctx.spec, of_input) if reached(before) is not False else None
         for held, part, end in zip(call.held, others, ends):
             if end is not None and held.is_reached():

@@ -99,7 +99,7 @@ def resolved(module: nn.Module, plan: Plan | None) -> dict[str, Split]:
 
 
 def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
-    found: dict[str, Split | None] = {}
+    splits: dict[str, Split | None] = {}
     for pattern, value in plan.items():
         matching = {name: part for name, part in module.named_modules() if fnmatchcase(name, pattern)}
         fitting = {name: part for name, part in matching.items() if type(part) in ROLES}
@@ -111,13 +111,13 @@ def _named(module: nn.Module, plan: Plan) -> dict[str, Split]:
             )
         for name, part in fitting.items():
             split = value if isinstance(value, Split) else Split(value)
-            found[name] = None if split.role == OFF else _checked(name, part, split)
+            splits[name] = None if split.role == OFF else _checked(name, part, split)
     for name, part in module.named_modules():
-        if type(part) in MUST_BE_NAMED and name not in found:
+        if type(part) in MUST_BE_NAMED and name not in splits:
             raise LayoutError(
                 f"parallelize: the plan does not name {name}, a {type(part).__name__}, {MUST_BE_NAMED[type(part)]}"
             )
-    return {name: split for name, split in found.items() if split is not None}
+    return {name: split for name, split in splits.items() if split is not None}
 
 
 def _checked(name: str, part: nn.Module, split: Split) -> Split:
@@ -144,7 +144,7 @@ def _linears(module: nn.Module) -> str:
 
 def _in_turns(module: nn.Sequential) -> dict[str, Split]:
     """Default plan: Linear layers are "column" and "row" in turns, and the last one gathers all columns."""
-    parts, found, first = list(_flat(module, "")), dict[str, Split](), dict[int, str]()
+    parts, splits, first = list(_flat(module, "")), dict[str, Split](), dict[int, str]()
     left = [type(part) for _, part in parts].count(nn.Linear)
     axis = role = ""
     for name, part in parts:
@@ -155,9 +155,9 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
             )
         if type(part) is nn.Linear:
             role, left = "row" if role == "column" else "column", left - 1
-            found[name], axis = Split(role, gather=not left), OUTPUT[role]
+            splits[name], axis = Split(role, gather=not left), OUTPUT[role]
         elif left and axis and ROLES.get(type(part)):
-            found[name] = _checked(name, part, Split(axis))
+            splits[name] = _checked(name, part, Split(axis))
         elif left and axis and type(part) not in ELEMENTWISE:
             raise LayoutError(
                 f"parallelize: {name}, a {type(part).__name__}, comes between layers whose columns are "
@@ -165,7 +165,7 @@ def _in_turns(module: nn.Sequential) -> dict[str, Split]:
                 "last Linear, or pass a plan in which the Linear before it has all columns: "
                 'Split("column", gather=True) or "off"'
             )
-    return found
+    return splits
 
 
 def _flat(module: nn.Sequential, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -41,17 +41,17 @@ def full_state_dict(module: nn.Module, root: int | None = None) -> dict[str, Any
     ...     {name: tuple(tensor.shape) for name, tensor in full_state_dict(Linear3D(grid, 3, 2)).items()}
     {'weight': (2, 3), 'bias': (2,)}
     """
-    spread, found = dict(_sharded(module)), {}
+    spread, full_state = dict(_sharded(module)), {}
     here = root is None or grid_of(module).rank == root
     for key, value in _plain_state(module).items():
         if key in spread:
             layer, name = spread[key]
-            whole = layer._whole(name, root)
-            if whole is not None:
-                found[key] = whole
+            gathered = layer._gather(name, root)
+            if gathered is not None:
+                full_state[key] = gathered
         elif here:
-            found[key] = deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
-    return found
+            full_state[key] = deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
+    return full_state
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any]) -> None:
         pass
     for key in shapes:
         if key in spread:
-            spread[key][0]._load_whole(spread[key][1], state[key])
+            spread[key][0]._load_plain(spread[key][1], state[key])
         elif key.endswith(EXTRA):
             module.get_submodule(key[: -len(EXTRA)].rstrip(".")).set_extra_state(state[key])
         else:
@@ -184,18 +184,18 @@ def clip_grad_norm_(
 
 
 def _held(tensor: torch.Tensor) -> GridParameter:
-    found: GridParameter | None = getattr(tensor, MARK, None)
-    if found is None:
+    parameter: GridParameter | None = getattr(tensor, MARK, None)
+    if parameter is None:
         raise Pmm3dError(
             "clip_grad_norm_: a parameter does not belong to a module on a grid: pass parameters() of the "
             "result of parallelize"
         )
-    if found.weight.grad_buffer.is_open:
+    if parameter.weight.grad_buffer.is_open:
         raise Pmm3dError(
-            f"clip_grad_norm_: the gradient of {found.weight.name} is not summed over the ranks: the last "
+            f"clip_grad_norm_: the gradient of {parameter.weight.name} is not summed over the ranks: the last "
             "backward pass before it must be outside of no_sync"
         )
-    return found
+    return parameter
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[str, tuple[ShardedModule, str]]]:

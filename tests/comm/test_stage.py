@@ -41,7 +41,7 @@ def used_axes(grid):
 @pytest.mark.parallel([2, 8], thorough=[4])
 def test_a_stage_has_its_own_ranks_and_the_axes_of_the_grid(grid):
     stage, others = grid.stage, [name for name in grid.shape.names if name != "pipe"]
-    assert stage is grid.stage is stage.stage and stage.whole is grid is grid.whole
+    assert stage is grid.stage is stage.stage and stage.parent is grid is grid.parent
     assert stage.shape == GridShape(**{name: getattr(grid.shape, name) for name in others})
     assert stage.size == stage.shape.size == grid.size // 2 and stage.coords == stage.shape.coords(stage.rank)
     assert stage.coords._asdict() == {name: getattr(grid.coords, name) for name in others}
@@ -156,7 +156,7 @@ def test_calls_that_a_member_never_makes_are_found_at_the_end(comm, fails):
 def test_without_several_stages_the_grid_is_its_stage(comm):
     for axes in (None, {"pipe": 1}, {"seq": 2}):
         with Grid(comm, (1, 1, 1) if axes == {"seq": 2} else (2, 1, 1), axes=axes) as grid:
-            assert grid.stage is grid is grid.whole
+            assert grid.stage is grid is grid.parent
 
 
 @pytest.mark.parallel([6])

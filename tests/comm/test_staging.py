@@ -164,7 +164,7 @@ def test_what_failed_lives_on(comm, monkeypatch):
         assert isinstance(failed, staging.Staging) and not failed.ended
         pending, right = shifted(grid.everyone, comm.rank, rows=100)
         assert wait_for(pending.test) and right()
-    assert grid.x._retained
+    assert grid.x._unfreeable
 
 
 def wait_for(condition) -> bool:

@@ -79,7 +79,7 @@ class Executor:
                 "between stages are still in flight. Make a new grid and a new Pipeline"
             )
         if self._table.ranks > 1:
-            self._pipe: Axis = self._grid.whole.axis(PIPE)
+            self._pipe: Axis = self._grid.parent.axis(PIPE)
             self._pipe.choose_transport(inputs[0].library)
         self._line = self._table.actions[self._network.index]
         self._receives = deque((place, each) for place, each in enumerate(self._line) if each.kind.startswith("RECV"))

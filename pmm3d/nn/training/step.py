@@ -78,7 +78,7 @@ def step_agreement(
     squares = rest[2 * stages :]
     differ = [int(one) ** 2 != grid.size * int(two) for one, two in zip(rest[:stages], rest[stages:])]
     if any(differ) and grid.dry_run is None:
-        with grid.whole.collective_call("backward", always=True) if stages > 1 else nullcontext():
+        with grid.parent.collective_call("backward", always=True) if stages > 1 else nullcontext():
             if differ[stage]:
                 parallel.explain()
     asked = INTERRUPT if ends > everyone.size else END if ends else SAVE if saves else 0
