@@ -33,7 +33,7 @@ class Action:
         Number of a collective in the run. A wait has the number of its collective.
     after
         Numbers of the collectives that must end before a collective sends anything.
-    whole, message
+    collective_bytes, message
         Bytes of the whole collective, and number of the message from 1, if the action is one message of a collective.
     """
 
@@ -51,7 +51,7 @@ class Action:
     form: str = ""
     nbytes: int = 0
     after: tuple[int, ...] = ()
-    whole: int = 0
+    collective_bytes: int = 0
     message: int = 0
 
     def __str__(self) -> str:

@@ -85,11 +85,11 @@ def blas_controller(file: str = "") -> Any:
     """Return threadpoolctl's controller of `loaded_blas`, or None. Reads the list of loaded libraries."""
     from threadpoolctl import ThreadpoolController
 
-    found = [library for library in ThreadpoolController().lib_controllers if library.user_api == "blas"]
+    libraries = [library for library in ThreadpoolController().lib_controllers if library.user_api == "blas"]
     if file:
-        found = [library for library in found if os.path.realpath(library.filepath) == file]
+        libraries = [library for library in libraries if os.path.realpath(library.filepath) == file]
     return min(
-        found, key=lambda one: ("scipy_openblas-" not in one.filepath, "openblas64_" in one.filepath), default=None
+        libraries, key=lambda one: ("scipy_openblas-" not in one.filepath, "openblas64_" in one.filepath), default=None
     )
 
 

@@ -37,8 +37,8 @@ def in_time(seconds: float) -> str:
         return f"{seconds / (24 * HOUR):,.3g} days"
     if seconds >= 59.95:
         size, larger, smaller = (HOUR, "h", "min") if seconds >= HOUR - 0.5 else (60, "min", "s")
-        whole, rest = divmod(round(60 * seconds / size), 60)
-        return f"{whole} {larger}" + f" {rest} {smaller}" * bool(rest)
+        number, rest = divmod(round(60 * seconds / size), 60)
+        return f"{number} {larger}" + f" {rest} {smaller}" * bool(rest)
     scale, unit = (1, "s") if seconds >= 0.9995 or not seconds else (1e3, "ms") if seconds >= 0.9995e-3 else (1e6, "µs")
     return f"{scale * seconds:.3g} {unit}"
 
@@ -119,13 +119,13 @@ def blas_in_words(blas: str, kernel: str, threads: int) -> str:
 
 def spans(numbers: Iterable[int]) -> list[list[int]]:
     """Consecutive numbers as [first, last]: [[0, 2], [7, 7]] of 0, 1, 2, 7."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    return found
+            runs.append([number, number])
+    return runs
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
@@ -135,9 +135,9 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     ('ranks 0-2, 7', 'rank 3')
     """
     listed = list(ranks)
-    found = spans(listed)
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in found[:MOST_SPANS]]
-    more = " and more" if len(found) > MOST_SPANS else ""
+    runs = spans(listed)
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MOST_SPANS]]
+    more = " and more" if len(runs) > MOST_SPANS else ""
     return f"rank{'s' * (len(listed) != 1)} {', '.join(words)}{more}"
 
 

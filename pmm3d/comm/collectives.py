@@ -114,7 +114,7 @@ def all_reduce(
 
     Each rank receives 2 (G-1)/G |array| bytes (reduce-scatter, then all-gather). Small arrays are sent whole, and every
     rank adds them: (G-1) |array| bytes if there is one stage. An array is small if its bytes times the sum of the
-    stages' sizes are at most 64 KiB (`pmm3d.model.schedule.sums_whole`). The order of the sum is fixed.
+    stages' sizes are at most 64 KiB (`pmm3d.model.schedule.sends_undivided`). The order of the sum is fixed.
     """
 
     def recv_buffer() -> Array:

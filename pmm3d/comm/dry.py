@@ -125,7 +125,7 @@ class DryPending(Pending):
         self.action = Action("begin", axis=axis, operation=operation, phase=phase)
 
     def _message_of(self, schedule: Schedule, row_bytes: int, number: int) -> None:
-        self.action.whole, self.action.message = max(count(schedule, row_bytes)[:2]), number
+        self.action.collective_bytes, self.action.message = max(count(schedule, row_bytes)[:2]), number
 
     def test(self) -> bool:
         """Wait, because a dry run has no time in which a collective could progress. Returns True."""

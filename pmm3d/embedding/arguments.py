@@ -94,18 +94,18 @@ def layout_named(address: int) -> Layout:
 
 def dtype_named(kind: int) -> str:
     """Raises DTypeError."""
-    found = TYPES.get(chr(kind & 0xFF).lower())
-    if found is None:
+    dtype = TYPES.get(chr(kind & 0xFF).lower())
+    if dtype is None:
         raise DTypeError(f"the type is 's', 'd', 'c' or 'z', as in the BLAS; got {shown(kind)}")
-    return found
+    return dtype
 
 
 def order_named(order: int) -> str:
     """Raises LayoutError."""
-    found = letter(order)
-    if found not in ("C", "F"):
+    name = letter(order)
+    if name not in ("C", "F"):
         raise LayoutError(f"the order is 'C', by rows, or 'F', by columns; got {shown(order)}")
-    return found
+    return name
 
 
 def letter(character: int) -> str:

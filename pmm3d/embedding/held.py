@@ -17,7 +17,7 @@ from ..product.redistribution import planned
 from ..product.relayout import redistribution
 from .arguments import array_at, check_address, check_type, in_short, letter, shown
 
-KEPT_DESCRIPTORS = 256
+CACHED_DESCRIPTORS = 256
 """Descriptors cached per context. One more empties the cache."""
 
 
@@ -108,7 +108,7 @@ class HeldContext:
         values = tuple((ctypes.c_int * 9).from_address(numbers))
         key = values[:1] + values[2:]
         if key not in self._descriptors:
-            if len(self._descriptors) == KEPT_DESCRIPTORS:
+            if len(self._descriptors) == CACHED_DESCRIPTORS:
                 self._descriptors.clear()
             self._descriptors[key] = self._made(name, values)
         descriptor = self._descriptors[key]

@@ -72,18 +72,18 @@ class Host:
         try:
             self._ordinals.clear()
             self._plans = name.startswith("plan_")
-            found: Callable[..., tuple[int, ...] | None] = getattr(self, name.removeprefix("plan_"))
-            call = CallersCall(f"pmm3d_{name}", partial(self._shown, found, arguments))
-            results = call.run(lambda: found(*arguments))
+            method: Callable[..., tuple[int, ...] | None] = getattr(self, name.removeprefix("plan_"))
+            call = CallersCall(f"pmm3d_{name}", partial(self._shown, method, arguments))
+            results = call.run(lambda: method(*arguments))
             return Answer(0, False, "", results or ())
         except BaseException as error:
             code = next((code for kinds, code in CODES if isinstance(error, kinds)), OTHER)
             text = f"{type(error).__name__}: {error}" if isinstance(error, Pmm3dError) else traceback.format_exc()
             return Answer(code, getattr(error, "everywhere", False), text, ())
 
-    def _shown(self, found: Callable[..., object], arguments: Sequence[int]) -> list[str]:
+    def _shown(self, method: Callable[..., object], arguments: Sequence[int]) -> list[str]:
         matrices = {number: held.thing for number, held in self._objects.items() if isinstance(held.thing, DistMatrix)}
-        names = signature(found).parameters
+        names = signature(method).parameters
         texts, given = shown_arguments(names, arguments, matrices), dict(zip(names, arguments))
         held = self._objects.get(given["number" if "descc" in given else "c"]) if "of_alpha" in given else None
         return texts if held is None else [*texts, f"max_workspace={self._limits.get(held.grid, 0)}"]
@@ -102,12 +102,12 @@ class Host:
 
     def grid_shape(self, number: int, out: int) -> tuple[int, ...]:
         check_address("shape", out)
-        shape = self._found(number, Grid).shape
+        shape = self._object(number, Grid).shape
         return shape.x, shape.y, shape.z
 
     def max_workspace(self, number: int, limit: int) -> None:
         """Limit the bytes of work arrays in later products of a grid or a context. 0: no limit."""
-        self._found(number, Grid, HeldContext)
+        self._object(number, Grid, HeldContext)
         check_integers(limit)
         if limit < 0:
             raise LayoutError(f"the limit of the work arrays is a number of bytes, 0 for no limit; got {limit}")
@@ -116,7 +116,7 @@ class Host:
     def box(self, number: int, layout: int, rows: int, columns: int, out: int, size: int) -> tuple[int, ...]:
         """size: bytes of the caller's integers; 0: they are none."""
         check_address("box", out)
-        grid = self._found(number, Grid)
+        grid = self._object(number, Grid)
         check_dims(rows, columns, 1)
         check_integers(size or NO_INTEGER)
         if max(rows, columns) >= 256**size // 2:
@@ -144,7 +144,7 @@ class Host:
         leading    number of elements in the first of its two dimensions, as in Fortran, or -1
         """
         with refused_by_all(self._grid_of(number), "DistMatrix.from_local"):
-            grid = self._found(number, Grid)
+            grid = self._object(number, Grid)
             check_address("matrix", out)
             placed, dtype, stored = layout_named(layout), dtype_named(kind), order_named(order)
             check_dims(rows, columns, itemsize(dtype))
@@ -157,7 +157,7 @@ class Host:
                 raise LayoutError(f"the first dimension of the shard has {leading} elements; {expected}pmm3d_box")
             local = array_at("shard", shard, shape, dtype, stored)
         made = DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored, copy=False)
-        return (self._keep(made, grid),)
+        return (self._hold(made, grid),)
 
     def matmul(
         self,
@@ -175,14 +175,14 @@ class Host:
         """Collective."""
         with refused_by_all(self._grid_of(a, b, c), "matmul"):
             check_address("plan", plan)
-            first, second, out = (self._found(number, DistMatrix) for number in (a, b, c))
+            first, second, out = (self._object(number, DistMatrix) for number in (a, b, c))
             first, second = operand(first, transa), operand(second, transb)
             factors, limit = self._options(out.grid, out.dtype, alpha, beta, of_alpha, of_beta)
         if plan == AT_ONCE:
             matmul(first, second, out=out, **factors, max_workspace=limit)
             return ()
         product = MatmulPlan(first, second, out=out, **factors, max_workspace=limit)
-        return (self._keep(HeldPlan(product, product.close), out.grid),)
+        return (self._hold(HeldPlan(product, product.close), out.grid),)
 
     def _options(
         self, grid: Grid, dtype: str, alpha: int, beta: int, of_alpha: int, of_beta: int
@@ -193,7 +193,7 @@ class Host:
 
     def run(self, number: int) -> None:
         """Collective."""
-        plan, grid = self._found(number, HeldPlan), self._objects[number].grid
+        plan, grid = self._object(number, HeldPlan), self._objects[number].grid
         grid.engine.guard.check_open()
         if grid.debug:  # plans of matrices alone do not compare the ranks
             with grid.collective_call("run", always=True):
@@ -204,8 +204,8 @@ class Host:
         """Collective."""
         with refused_by_all(self._grid_of(source), "redistribute"):
             check_address("plan", plan)
-            origin, out = self._found(source, DistMatrix), self._found(target, DistMatrix)
-        return self._run_or_keep(plan, origin.grid, between(origin, out))
+            origin, out = self._object(source, DistMatrix), self._object(target, DistMatrix)
+        return self._run_or_hold(plan, origin.grid, between(origin, out))
 
     def context(self, comm: int, rows: int, columns: int, order: int, out: int, lasting: int) -> tuple[int]:
         """Collective. lasting: 1 for a context that only MPI_Finalize frees."""
@@ -245,7 +245,7 @@ class Host:
     ) -> tuple[int, ...]:
         """Collective."""
         with refused_by_all(self._grid_of(number), "pgemm"):
-            context = self._found(number, HeldContext)
+            context = self._object(number, HeldContext)
             check_address("plan", plan)
             dtype = dtype_named(kind)
             in_a, in_b = context.part("a", a, desca, dtype, of_a), context.part("b", b, descb, dtype, of_b)
@@ -259,7 +259,7 @@ class Host:
             pgemm(*sizes, factors["alpha"], *read, factors["beta"], arrays[2], *part_c, max_workspace=limit)
             return ()
         product = PgemmPlan(*sizes, *part_a, *part_b, *part_c, dtype=dtype, max_workspace=limit)
-        return (self._keep(HeldPlan(partial(product, *arrays, **factors), product.close), context.grid),)
+        return (self._hold(HeldPlan(partial(product, *arrays, **factors), product.close), context.grid),)
 
     def pgemr2d(
         self,
@@ -284,7 +284,7 @@ class Host:
         with refused_by_all(self._grid_of(contexta), "pgemr2d"):
             check_address("plan", plan)
             dtype = dtype_named(kind)
-            source, target = self._found(contexta, HeldContext), self._found(contextb, HeldContext)
+            source, target = self._object(contexta, HeldContext), self._object(contextb, HeldContext)
             in_a, in_b = source.part("a", a, desca, dtype, of_a), target.part("b", b, descb, dtype, of_b)
             check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
             sides = (
@@ -311,7 +311,7 @@ class Host:
         """Raises on all ranks of the matrix. Collective."""
         with refused_by_all(self._grid_of(matrix), "Redistribution"):
             check_address("plan", plan)
-            held, within = self._found(matrix, DistMatrix), self._found(context, HeldContext)
+            held, within = self._object(matrix, DistMatrix), self._object(context, HeldContext)
             check_same_ranks(f"{what}: the context and the matrix are", held.grid, within.grid)
             part = within.part("a", a, desca, held.dtype, of_a)
         return held, part
@@ -337,22 +337,23 @@ class Host:
     ) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
         with refused_by_all(self._grid_of(matrix), what):
-            held = self._found(matrix, DistMatrix)
+            held = self._object(matrix, DistMatrix)
         grid = held.grid
         with grid.collective_call(what, order, held._signature, always=True):
             check_address("plan", plan)
-            lies, found = order_named(order), box_at(box, base)
+            lies, bounds = order_named(order), box_at(box, base)
             check_type("block", of_block, held.dtype)
-            shape = max(0, found[1] - found[0]), max(0, found[3] - found[2])
+            shape = max(0, bounds[1] - bounds[0]), max(0, bounds[3] - bounds[2])
             local = array_at("block", block, shape, held.dtype, lies)
-        boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(found, np.int64))).wait()
+        boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(bounds, np.int64))).wait()
         with grid.collective_call(what, always=True):
             blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies, base=base)
         if 0 in held.shape:
             return held, blocks, [local[:0, :0].reshape(extent) for extent in blocks.local_shapes(grid.rank)]
         tiles = blocks.tiles(grid.rank)
         rows, cols = (
-            [cut - start for cut in cuts] for cuts, start in ((blocks.row_cuts, found[0]), (blocks.col_cuts, found[2]))
+            [cut - start for cut in cuts]
+            for cuts, start in ((blocks.row_cuts, bounds[0]), (blocks.col_cuts, bounds[2]))
         )
         return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
 
@@ -367,12 +368,12 @@ class Host:
     ) -> tuple[int, ...]:
         """Redistribute, or plan it. sides: the layouts of source and target. Collective."""
         move = Redistribution(grid, *sides, dtype=dtype, order=order)
-        return self._run_or_keep(plan, grid, HeldPlan(partial(move, *arrays), nothing))
+        return self._run_or_hold(plan, grid, HeldPlan(partial(move, *arrays), nothing))
 
-    def _run_or_keep(self, plan: int, grid: Grid, planned: HeldPlan) -> tuple[int, ...]:
+    def _run_or_hold(self, plan: int, grid: Grid, planned: HeldPlan) -> tuple[int, ...]:
         """Run a planned operation and close it, or keep it and return its number. Collective."""
         if plan != AT_ONCE:
-            return (self._keep(planned, grid),)
+            return (self._hold(planned, grid),)
         try:
             planned.run()
         finally:
@@ -382,7 +383,7 @@ class Host:
     def free(self, number: int, pointer: int) -> None:
         """Collective, of a grid, a context or a plan."""
         check_address("object", pointer)
-        self._found(number, *KINDS)
+        self._object(number, *KINDS)
         self._close(number)
 
     def finalize(self, everything: int) -> None:
@@ -408,18 +409,18 @@ class Host:
             thing.close()
             raise
         grid._named = self._compared
-        return (self._keep(thing, grid, lasting),)
+        return (self._hold(thing, grid, lasting),)
 
     def _compared(self) -> tuple[object, ...]:
         """Return what ranks compare besides arguments: the objects of this call, and whether it makes a plan."""
         return (self._plans, f"objects {self._ordinals} of the grid") if self._ordinals or self._plans else ()
 
-    def _keep(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid, lasting: bool = False) -> int:
+    def _hold(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid, lasting: bool = False) -> int:
         self._last += 1
         self._objects[self._last] = Held(thing, grid, next(grid.attached.setdefault(Host, count())), lasting)
         return self._last
 
-    def _found(self, number: int, *kinds: Any) -> Any:
+    def _object(self, number: int, *kinds: Any) -> Any:
         held = self._objects.get(number)
         if held is None or not isinstance(held.thing, kinds):
             is_there = "there is no such object, or it was freed" if held is None else f"it is a {held.kind}"

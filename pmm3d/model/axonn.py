@@ -104,13 +104,13 @@ def group_bandwidths(grid: GridShape, bandwidths: Bandwidths, order: Iterable[st
 
     Raises Pmm3dError if the table has no figure for a group.
     """
-    found, inside = {}, 1
+    by_axis, inside = {}, 1
     for axis in order:
         size = getattr(grid, axis)
         if size > 1:
-            found[axis] = bandwidth(bandwidths, inside, size)
+            by_axis[axis] = bandwidth(bandwidths, inside, size)
         inside *= size
-    return found
+    return by_axis
 
 
 def bandwidth(bandwidths: Bandwidths, inside: int, size: int) -> float:
@@ -122,10 +122,10 @@ def bandwidth(bandwidths: Bandwidths, inside: int, size: int) -> float:
         225.0
     """
     row = _entry(bandwidths, inside)
-    found = _entry(row, size) if row is not None else None
-    if found is None:
+    entry = _entry(row, size) if row is not None else None
+    if entry is None:
         raise Pmm3dError(f"the table [axonn] has no bandwidth for p = {inside}, G = {size}")
-    return found
+    return entry
 
 
 def gpt_seconds(gpt: GPT, grid: GridShape, bandwidths: Bandwidths, order: Iterable[str] = ORDER) -> dict[str, float]:
@@ -173,8 +173,8 @@ def rank_by_axonn(
                 terms = gpt_seconds(gpt, grid, bandwidths, order)
             except Pmm3dError as error:
                 reason = str(error)
-        found = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
-        (dropped if reason else candidates).append(found)
+        candidate = Candidate(grid, sum(terms.values()), terms, preset=preset_of(grid), why_not=reason)
+        (dropped if reason else candidates).append(candidate)
     if not candidates and not dropped:
         raise GridError(
             f"no grid of {counted(ranks, 'rank')} has sizes that are all powers of two: give a power of two, or leave "

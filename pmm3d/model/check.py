@@ -156,12 +156,12 @@ class _Rank:
                 raise self.error(span, "is in a buffer that is not aligned")
         cut = span.across or Indices(0, width)
         across = _indices(cut)
-        found = _indices(span)
+        indices = _indices(span)
         if not width == len(across) == 1:
-            found = [row * width + col for row in found for col in across]
+            indices = [row * width + col for row in indices for col in across]
         step = 2 if wide else 1
-        places = [first + step * number for number in found]
-        if found and not (min(found) >= 0 and max(found) < size and max(places) + step <= len(memory)):
+        places = [first + step * number for number in indices]
+        if indices and not (min(indices) >= 0 and max(indices) < size and max(places) + step <= len(memory)):
             raise self.error(span, f"is outside of a buffer of {size // width} rows")
         return memory, places, step
 
@@ -193,8 +193,8 @@ class _Rank:
             raise self.error(total.target, "is the target of a sum of different numbers of rows")
         values = parts[0] if len(parts) == 1 else list(zip(*parts))
         for value in values:
-            found = list(_elements_of(value))
-            if len(set(found)) < len(found):
+            elements = list(_elements_of(value))
+            if len(set(elements)) < len(elements):
                 raise self.error(total.target, "adds an element twice")
         self.write(total.target, values)
 

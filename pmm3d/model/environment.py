@@ -121,7 +121,9 @@ def misspelt(environ: Mapping[str, str] = os.environ) -> str:
         for name in sorted(environ)
         if name.startswith("PMM3D_") and name not in known.values()
     }
-    return "; ".join(f"{name} has no effect (did you mean {known[found[0]]}?)" for name, found in near.items() if found)
+    return "; ".join(
+        f"{name} has no effect (did you mean {known[matches[0]]}?)" for name, matches in near.items() if matches
+    )
 
 
 def _variable(

@@ -50,11 +50,11 @@ def block_bytes(
     groups, columns = (heads if kv_heads is None else kv_heads) / heads, 4 * hidden if mlp is None else mlp
     if recompute == "full":
         return element * rows * hidden / outer
-    kept = rows * (4 * element + 2 * dropout) * hidden / outer
-    kept += rows * element * ((2 + 2 * groups) * hidden + 2 * columns) / inner
+    nbytes = rows * (4 * element + 2 * dropout) * hidden / outer
+    nbytes += rows * element * ((2 + 2 * groups) * hidden + 2 * columns) / inner
     if recompute == "none":
-        kept += rows * heads * (scores * (2 * element + 1) if scores else LSE) / inner
-    return kept
+        nbytes += rows * heads * (scores * (2 * element + 1) if scores else LSE) / inner
+    return nbytes
 
 
 @dataclass(frozen=True)

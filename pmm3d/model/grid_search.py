@@ -29,10 +29,10 @@ def shapes_of(ranks: int) -> list[Sizes3]:
     >>> len(shapes_of(8)), shapes_of(3)
     (10, [(1, 1, 3), (1, 3, 1), (3, 1, 1)])
     """
-    found = []
+    shapes = []
     for x in _divisors(ranks):
-        found += [(x, y, ranks // (x * y)) for y in _divisors(ranks // x)]
-    return found
+        shapes += [(x, y, ranks // (x * y)) for y in _divisors(ranks // x)]
+    return shapes
 
 
 def grids_4d(ranks: int) -> list[GridShape]:
@@ -51,15 +51,15 @@ def shapes_up_to(ranks: int) -> list[Sizes3]:
     """
     if ranks <= ALL_SHAPES:
         return [shape for number in range(ranks // 2 + 1, ranks + 1) for shape in shapes_of(number)]
-    even, found = sorted({*range(1, EVERY + 1), *_smooth(ranks)}), {*shapes_of(ranks)}
+    even, shapes = sorted({*range(1, EVERY + 1), *_smooth(ranks)}), {*shapes_of(ranks)}
     for one in even:
         for two in even:
             rest = ranks // (one * two)
             if not rest:
                 break
             if 2 * one * two * rest > ranks:
-                found |= {(one, two, rest), (one, rest, two), (rest, one, two)}
-    return list(found)
+                shapes |= {(one, two, rest), (one, rest, two), (rest, one, two)}
+    return list(shapes)
 
 
 class Estimate:
@@ -137,9 +137,9 @@ def _divisors(number: int) -> list[int]:
 
 def _smooth(most: int) -> list[int]:
     """Return the numbers up to `most` whose prime factors are in `PRIMES`."""
-    found = [1]
+    numbers = [1]
     for prime in PRIMES:
-        for number in found:  # includes numbers that the loop appends
+        for number in numbers:  # includes numbers that the loop appends
             if number * prime <= most:
-                found.append(number * prime)
-    return found
+                numbers.append(number * prime)
+    return numbers

@@ -27,12 +27,12 @@ def installed_wheels() -> list[str]:
     """Return the MPI wheels that are installed beside this Python."""
     from importlib import metadata
 
-    found = []
+    wheels = []
     for name in WHEELS:
         with suppress(metadata.PackageNotFoundError):
             metadata.distribution(name)
-            found.append(name)
-    return found
+            wheels.append(name)
+    return wheels
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:

@@ -62,10 +62,10 @@ def cores_of_job(variable: str, limit: str = "", processes: str = "/proc") -> in
     variable   a variable of the ranks' environment. The launcher is the nearest ancestor process without this variable
     limit      the largest result, if it is a number
     """
-    found, parent = cores(), _launcher(variable, processes, os.getppid())
+    allowed, parent = cores(), _launcher(variable, processes, os.getppid())
     with suppress(OSError, AttributeError):
-        found |= os.sched_getaffinity(parent)
-    return min(len(found), int(limit)) if limit.isdecimal() else len(found)
+        allowed |= os.sched_getaffinity(parent)
+    return min(len(allowed), int(limit)) if limit.isdecimal() else len(allowed)
 
 
 @lru_cache(maxsize=4)

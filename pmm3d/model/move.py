@@ -99,7 +99,7 @@ class RankMove:
 
     def _packed(self, messages: Messages) -> _Messages:
         """Return the parts of each message."""
-        found: _Messages = []
+        parts_of: _Messages = []
         for peers, pieces in messages.items():
             parts = list[_Part]()
             for array, (height, width), rows, cols, _ in pieces:
@@ -113,8 +113,8 @@ class RankMove:
                     for here, there, length, times, step, _ in packed(cols, 0, width)
                 ]
                 parts.append(_Part(array, height, width, rows, across))
-            found.append((peers, parts))
-        return found
+            parts_of.append((peers, parts))
+        return parts_of
 
     def schedule(self, rounds: int) -> Schedule:
         """Return the schedule in this number of rounds."""
@@ -165,7 +165,7 @@ class _Packing:
                 spans.append(Span(buffer, 0, high - low))
                 rows = packed(part.rows, low, high)
                 one = len(rows) == len(part.cols) == rows[0].times == part.cols[0][0].times == 1
-                found = [
+                copies = [
                     (
                         spans[-1]
                         if one
@@ -175,13 +175,13 @@ class _Packing:
                     for here, there, length, times, step, _ in rows
                     for place, across in part.cols
                 ]
-                pairs += found
+                pairs += copies
             if spans:
                 message = spans[0]
                 if len(spans) > 1:
                     message = Span(self._buffer(start, self.used - start, 1), 0, self.used - start)
                 elif one:
-                    self.packed += found
+                    self.packed += copies
                 messages += [(peer, message) for peer in peers]
         return messages, pairs
 
@@ -203,8 +203,8 @@ class Side:
 
     def in_round(self, rounds: int) -> int:
         """Return the largest number of elements that a rank sends or receives in one round."""
-        whole = min(self.elements // rounds, self.width * (self.height // rounds))
-        return min(self.elements, whole + self.width * self.pieces) if rounds > 1 else self.elements
+        full_pieces = min(self.elements // rounds, self.width * (self.height // rounds))
+        return min(self.elements, full_pieces + self.width * self.pieces) if rounds > 1 else self.elements
 
 
 @dataclass(frozen=True)

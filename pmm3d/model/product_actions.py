@@ -71,10 +71,10 @@ class _Actions:
         phase: str,
         volume: Volume,
         after: Sequence[int] = (),
-        whole: int = 0,
+        collective_bytes: int = 0,
         message: int = 0,
     ) -> int:
-        """Begin a collective, or one message of a collective of `whole` bytes. Return its number."""
+        """Begin a collective, or one message of a collective of `collective_bytes`. Return its number."""
         if not volume.received and not volume.sent:
             return 0
         self._last += 1
@@ -89,7 +89,7 @@ class _Actions:
                 received=volume.received,
                 number=self._last,
                 after=tuple(filter(None, after)),
-                whole=whole,
+                collective_bytes=collective_bytes,
                 message=message,
             )
         )
@@ -116,13 +116,13 @@ class _Messages:
 
     def __init__(self, done: _Actions, axis: str, operation: str, phase: str, schedule: Schedule, row_bytes: int):
         self._done, self._what, self._schedule, self._row_bytes = done, (axis, operation, phase), schedule, row_bytes
-        self._whole, self._begun = max(count(schedule, row_bytes)[:2]), 0
+        self._collective_bytes, self._begun = max(count(schedule, row_bytes)[:2]), 0
 
     def begin(self, rounds: Sequence[Round], after: Sequence[int] = ()) -> int:
         """Begin the messages of these rounds as one action. Return its number."""
         volume = count(self._schedule._replace(rounds=tuple(rounds)), self._row_bytes)
         self._begun += 1
-        return self._done.begin(*self._what, volume, after, self._whole, self._begun)
+        return self._done.begin(*self._what, volume, after, self._collective_bytes, self._begun)
 
 
 def _decomposed(rank: RankPlan, done: _Actions) -> None:

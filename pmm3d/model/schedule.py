@@ -107,9 +107,9 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
         >>> [part[:3] for part in reduce_scatter((2, 1), 1).rounds[0].sums[0].parts]
         [(2, 0, 1), (0, 2, 3)]
     """
-    table, whole, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
+    table, addend, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
     if per_node == 1:
-        return table.done(_reduce(table, Members(range(len(counts)), rank), whole, out, counts))
+        return table.done(_reduce(table, Members(range(len(counts)), rank), addend, out, counts))
     starts, (_, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
     column = counts[own::per_node]
     sums, edges = table.buffer(sum(column), wide=True), offsets(column)
@@ -133,27 +133,29 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
 
 
 @lru_cache(maxsize=128)
-def all_reduce(size: int, ranks: int, rank: int, per_node: int = 1, low: bool = False, whole: bool = False) -> Schedule:
+def all_reduce(
+    size: int, ranks: int, rank: int, per_node: int = 1, low: bool = False, undivided: bool = False
+) -> Schedule:
     """Return an all-reduce: on every rank, OUT is the sum over the ranks of IN. OUT may be IN.
 
     size       rows of the array
     per_node, low   as in `reduce_scatter`
-    whole      whether each rank receives and adds whole arrays (`sums_whole`). Otherwise the all-reduce is a
+    undivided  whether each rank receives and adds whole arrays (`sends_undivided`). Otherwise the all-reduce is a
                reduce-scatter and an all-gather
 
-        >>> len(all_reduce(4, 8, 0).rounds), len(all_reduce(4, 8, 0, whole=True).rounds)
+        >>> len(all_reduce(4, 8, 0).rounds), len(all_reduce(4, 8, 0, undivided=True).rounds)
         (2, 1)
     """
     table, array, out = _Table(low), Span(IN, 0, size), Span(OUT, 0, size)
     everyone = Members(range(ranks), rank)
     if per_node == 1:
-        if whole:
+        if undivided:
             return table.done(_reduce(table, everyone, array, out))
         counts = part_sizes(size, ranks)
         own = table.buffer(counts[rank], wide=False)
         return table.done(_reduce(table, everyone, array, own, counts) + _gather(everyone, counts, own, OUT))
     local, across = _levels(ranks, rank, per_node)
-    if whole:
+    if undivided:
         wide, rounds = array, list[Round]()
         if low:
             wide = table.buffer(size, wide=True)
@@ -213,14 +215,14 @@ def shared_all_gather(counts: tuple[int, ...], rank: int, per_node: int) -> Sche
     return _Table().done(windows(across, [(peer, part) for peer in across.ranks], receives) + _barrier(local))
 
 
-def sums_whole(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
+def sends_undivided(size: int, dtype: str, ranks: int, per_node: int = 1) -> bool:
     """Return whether an all-reduce of `size` elements sends whole arrays, because they are small. By nodes, both levels
     must be small."""
     return is_small(size * itemsize(dtype if per_node == 1 else accumulator(dtype)), ranks, per_node)
 
 
 def is_small(nbytes: float, ranks: int, per_node: int = 1) -> bool:
-    """Return `sums_whole` of an array of `nbytes`."""
+    """Return `sends_undivided` of an array of `nbytes`."""
     if per_node > 1:
         return is_small(nbytes, per_node) and is_small(nbytes, ranks // per_node)
     return nbytes * sum(stages(ranks)) <= SMALL_BYTES
@@ -267,7 +269,9 @@ def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: Node
 def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> Schedule:
     """Return the schedule of an all-reduce of `size` elements."""
     per_node = node_map.per_node if node_map.sums else 1
-    return all_reduce(size, ranks, rank, per_node, dtype in LOW_PRECISION, sums_whole(size, dtype, ranks, per_node))
+    return all_reduce(
+        size, ranks, rank, per_node, dtype in LOW_PRECISION, sends_undivided(size, dtype, ranks, per_node)
+    )
 
 
 def nodes_at_once(per_node: int) -> int:
@@ -295,12 +299,12 @@ def windows(
         if size <= WINDOW + 1 and len(messages) == size:
             others = [*messages[own + 1 :], *messages[:own]]
             return [others if sign > 0 else others[::-1]]
-        found: list[list[tuple[int, Span]]] = [[] for _ in range(max(1, -(-(size - 1) // WINDOW)))]
+        of_windows: list[list[tuple[int, Span]]] = [[] for _ in range(max(1, -(-(size - 1) // WINDOW)))]
         ordered = sorted(((sign * (place(message[0]) - own)) % size, message) for message in messages)
         for distance, message in ordered:
             if distance:
-                found[(distance - 1) // WINDOW].append(message)
-        return found
+                of_windows[(distance - 1) // WINDOW].append(message)
+        return of_windows
 
     going, coming = by_window(sends, 1), by_window(receives, -1)
     return [
@@ -323,12 +327,12 @@ def _gather(members: Members, counts: Sequence[int], part: Span, out: int, first
 
 
 def _reduce(
-    table: _Table, members: Members, whole: Span, out: Span, counts: Sequence[int] | None = None
+    table: _Table, members: Members, addend: Span, out: Span, counts: Sequence[int] | None = None
 ) -> list[Round]:
-    """Return the rounds of out = the sum of the ranks' `whole`. With `counts`, `out` is this rank's part of the sum.
+    """Return the rounds of out = the sum of the ranks' `addend`. With `counts`, `out` is this rank's part of the sum.
     Without `counts`, each rank receives and adds whole arrays, and OUT may be IN."""
     edges, steps = offsets(counts or ()), stages_of(members.size, members.own)
-    rounds, current = list[Round](), whole
+    rounds, current = list[Round](), addend
     for stage in steps:
         regions = [current] * len(stage.peers)
         if counts is not None:

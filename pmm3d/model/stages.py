@@ -47,14 +47,14 @@ def stages_of(ranks: int, rank: int) -> tuple[Stage, ...]:
     >>> [stage.peers for stage in stages_of(24, 1)]
     [(1, 5, 9, 13, 17, 21), (0, 1, 2, 3)]
     """
-    found, first, size = [], 0, ranks
+    in_order, first, size = [], 0, ranks
     for radix in stages(ranks):
         stride = size // radix
         digit = (rank - first) // stride
         peers = tuple(rank + (other - digit) * stride for other in range(radix))
-        found.append(Stage(peers, digit, tuple(range(first, first + size + 1, stride))))
+        in_order.append(Stage(peers, digit, tuple(range(first, first + size + 1, stride))))
         first, size = first + digit * stride, stride
-    return tuple(found)
+    return tuple(in_order)
 
 
 @lru_cache(maxsize=64)
@@ -79,10 +79,10 @@ def stages(ranks: int) -> tuple[int, ...]:
 
 def _prime_factors(number: int) -> list[int]:
     """Return the prime factors of a number, the largest first."""
-    found, factor = list[int](), 2
+    factors, factor = list[int](), 2
     while factor * factor <= number:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return sorted([*found, number] if number > 1 else found, reverse=True)
+    return sorted([*factors, number] if number > 1 else factors, reverse=True)

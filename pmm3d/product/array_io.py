@@ -370,11 +370,11 @@ class ArrayIO(StoredMatrix):
                 self.grid.transport.check_place(self.library, self.memory)
                 if root is not None:
                     check_root("gather", root, self.grid)
-                whole = Placement.copies(self.shape, range(self.grid.size) if root is None else (root,))
+                target = Placement.copies(self.shape, range(self.grid.size) if root is None else (root,))
                 source = shards(self.shape, self.layout, self.grid)
-                move = TileMove(self.grid, source, whole, self.dtype, operation="gather")
+                move = TileMove(self.grid, source, target, self.dtype, operation="gather")
                 work = borrowed.enter_context(self.grid.workspace.slab(move.work, self.library))
-                out = self.library.empty(whole.box(self.grid.rank).shape, self.dtype)
+                out = self.library.empty(target.box(self.grid.rank).shape, self.dtype)
             with self.grid.ledger.phase("gather"):
                 move.start(self.library, [self.memory], [out], work=work).wait()
         if self.conjugated:

@@ -209,7 +209,7 @@ class BlacsContext:
         if self.closed:
             raise GridError("this BLACS context is closed: make another one")
 
-    def _keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _cache(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Make and cache a plan. If the cache is full, end the least recently used plans. Collective."""
         self.plans[key] = plan = make()
         self._table_bytes += plan.table_bytes

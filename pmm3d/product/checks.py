@@ -86,13 +86,13 @@ def check_replicas(
 
     Collective: an all-gather of the rank, the group and each number, with 8 bytes each.
     """
-    found = np.array([[grid.ledger.rank, group, *numbers]], np.float64)
+    table = np.array([[grid.ledger.rank, group, *numbers]], np.float64)
     for axis in [grid.axis(name) for name in along] or [grid.everyone]:
-        mine = found.reshape(-1)
+        mine = table.reshape(-1)
         gathering = lambda link, mine=mine: gather_small(link, mine)
-        found = axis.begin(f"agreement on {what}", gathering).wait().reshape(-1, 2 + len(numbers))
+        table = axis.begin(f"agreement on {what}", gathering).wait().reshape(-1, 2 + len(numbers))
     first: dict[float, np.ndarray] = {}
-    for row in found:
+    for row in table:
         other = first.setdefault(row[1], row)
         if not np.allclose(row[2:], other[2:], rtol=spread, atol=0, equal_nan=True):
             with nullcontext() if along else grid.collective_call(what, always=True):
@@ -215,11 +215,11 @@ def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> N
 
 def check_one_device(what: str, *arrays: Array) -> None:
     """Raise GridError if the arrays are on several devices."""
-    found = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None})
-    if len(found) > 1:
+    devices = sorted({number for array in arrays if (number := library_of(array).device_of(array)) is not None})
+    if len(devices) > 1:
         raise GridError(
             f"{what}: on each rank, all matrices of a call must be on one device; here they are on the "
-            f"devices {', '.join(map(str, found))}. Make them on one device. pmm3d.arrays.take_device "
+            f"devices {', '.join(map(str, devices))}. Make them on one device. pmm3d.arrays.take_device "
             "makes it current"
         )
 

@@ -37,27 +37,27 @@ def from_tiles(
     from .redistribution import check_fits, planned  # loads descriptors of ScaLAPACK
 
     listed = list(arrays) if isinstance(arrays, (list, tuple)) else [arrays]
-    found = (
+    signature = (
         array_signature(listed[0])[1:] if listed else (compared_dtype("float64" if dtype is None else dtype), "numpy")
     )
     # a rank without blocks has no array that determines the type and the library
     all_own = not hasattr(tiled, "owners") or len({*chain(*tiled.owners)}) >= getattr(grid, "size", 0)
-    with collective_call(grid, what, tiled, layout, order, *(found if all_own else ())):
+    with collective_call(grid, what, tiled, layout, order, *(signature if all_own else ())):
         _check_kind(f"{what}: the layout", tiled, kind)
         check_order(order)
         on_grid = shards(tiled.shape, layout, grid, order)
         check_fits(grid, tiled, on_grid)
         library = library_of(listed[0]) if listed else grid.library("numpy")
-        given = checked_arrays(what, arrays, tiled, grid, library, found[0])
+        given = checked_arrays(what, arrays, tiled, grid, library, signature[0])
         if listed:
-            _check_dtype(what, found[0], library, dtype)
+            _check_dtype(what, signature[0], library, dtype)
     if not all_own:  # the other ranks take the type and the library from an owner
-        owners = grid.comm.bcast(found, tiled.owners_of(Tile(0, 0))[0])
-        with grid.collective_call(what, *(found if listed else owners)):
+        owners = grid.comm.bcast(signature, tiled.owners_of(Tile(0, 0))[0])
+        with grid.collective_call(what, *(signature if listed else owners)):
             library = library if listed else grid.library(owners[1])
             _check_dtype(what, owners[0], library, dtype)
-        found = owners
-    dtype = found[0]
+        signature = owners
+    dtype = signature[0]
     move = planned(grid, tiled, on_grid, dtype, library)
     here = _in_place(given, on_grid, grid.rank, library, dtype) if move.in_place else None
     if move.in_place and not grid.comm.largest(here is None) and here is not None:
@@ -90,11 +90,11 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
     return given
 
 
-def _check_dtype(what: str, found: str, library: NumpyLibrary, dtype: Any) -> None:
+def _check_dtype(what: str, held: str, library: NumpyLibrary, dtype: Any) -> None:
     """Raise DTypeError if matrices cannot have the type of the arrays, or if it is not the type that was asked for."""
-    check_matrix_dtype(found, library, labels=True)
-    if dtype is not None and compared_dtype(dtype) != found:
-        raise DTypeError(f"{what}: the arrays are {found}; dtype={dtype!r} must be their type, or left out")
+    check_matrix_dtype(held, library, labels=True)
+    if dtype is not None and compared_dtype(dtype) != held:
+        raise DTypeError(f"{what}: the arrays are {held}; dtype={dtype!r} must be their type, or left out")
 
 
 def _check_kind(what: str, tiled: Any, kind: type[Any]) -> None:

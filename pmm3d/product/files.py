@@ -50,10 +50,10 @@ def opened(path: str | os.PathLike[str], dataset: str | None) -> Iterator[Any]:
     with file:
         if not isinstance(dataset, str) or not isinstance(file.get(dataset), h5py.Dataset):
             raise Pmm3dError(f"{path}: name one of its data sets: {', '.join(map(repr, file))}; got {dataset!r}")
-        found = file[dataset]
-        if found.shape and found.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
-            check_all_written(path, found)
-        yield found
+        stored = file[dataset]
+        if stored.shape and stored.id.get_create_plist().fill_value_defined() != h5py.h5d.FILL_VALUE_USER_DEFINED:
+            check_all_written(path, stored)
+        yield stored
 
 
 def check_all_written(path: str | os.PathLike[str], dataset: Any) -> None:
@@ -112,10 +112,10 @@ def write_matrix(matrix: Any, path: str | os.PathLike[str], dataset: str | None,
         step = max(1, WRITTEN_BYTES // max(1, cols * np.dtype(matrix.dtype).itemsize))
         for start in range(0, rows, step):
             part = slice(start, min(start + step, rows))
-            found = matrix.submatrix(part, slice(None)).gather(root=0)
+            gathered = matrix.submatrix(part, slice(None)).gather(root=0)
             with grid.collective_call("to_file: writing", always=True), _write_errors(target):
                 if write is not None:
-                    write(part, matrix.library.to_numpy(found))
+                    write(part, matrix.library.to_numpy(gathered))
         with grid.collective_call("to_file: completing", always=True), _write_errors(target):
             new_file.close()
 

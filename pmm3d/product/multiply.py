@@ -183,7 +183,7 @@ class ProductRun(Generic[Matrix]):
             if panel < last:
                 for operand in self._operands:
                     operand.begin(panel + 1)
-            for start, stop in c.blocks if panel == last else c.whole:
+            for start, stop in c.blocks if panel == last else c.all_rows:
                 for low, high in a.within(start, stop) if a.in_pieces else ((start, stop),):
                     self._add(left, right, low, high, first=panel == 0)
                 if panel == last:

@@ -20,19 +20,19 @@ READ_IN_PLACE = "read in place"
 
 
 class Panel(NamedTuple):
-    """The arrays of one panel. In `part` and `whole` the sharded dim comes first.
+    """The arrays of one panel. In `part` and `gathered` the sharded dim comes first.
 
-    copies   (slice of the shard, place in the buffer); copied before the gather begins
-    part     array that this rank sends
-    counts   number of rows that each rank sends
-    whole    the gathered panel
-    factor   view of `whole` that the GEMM reads
+    copies     (slice of the shard, place in the buffer); copied before the gather begins
+    part       array that this rank sends
+    counts     number of rows that each rank sends
+    gathered   the gathered panel
+    factor     view of `gathered` that the GEMM reads
     """
 
     copies: list[tuple[Array, Array]]
     part: Array
     counts: list[int]
-    whole: Array
+    gathered: Array
     factor: Array
 
 
@@ -80,18 +80,18 @@ class OperandGather:
 
         pieces = [cut(self._shard, low, high) for low, high in slices]
         if buffer is None or (len(pieces) == 1 and not part.gathered and not self._packs):
-            whole = pieces[0] if pieces else cut(self._shard, 0, 0)
-            return Panel([], whole, counts, whole, whole.T if transposed else whole)
+            gathered = pieces[0] if pieces else cut(self._shard, 0, 0)
+            return Panel([], gathered, counts, gathered, gathered.T if transposed else gathered)
         rows, cols = (depth, part.other) if along == 0 else (part.other, depth)
-        whole = own = buffer[: rows * cols].reshape(rows, cols)
+        gathered = own = buffer[: rows * cols].reshape(rows, cols)
         if part.gathered:
-            own = whole[slice(*offsets(counts)[part.index :][:2])]
-        factor = whole.T if transposed else whole
+            own = gathered[slice(*offsets(counts)[part.index :][:2])]
+        factor = gathered.T if transposed else gathered
         if part.gathered and len(pieces) == 1 and self.library.is_contiguous(pieces[0]):
-            return Panel([], pieces[0], counts, whole, factor)
+            return Panel([], pieces[0], counts, gathered, factor)
         edges = offsets([high - low for low, high in slices])
         places = [cut(own, low, high) for low, high in itertools.pairwise(edges)]
-        return Panel(list(zip(pieces, places)), own, counts, whole, factor)
+        return Panel(list(zip(pieces, places)), own, counts, gathered, factor)
 
     def persist(self, number: int, requests: ExitStack) -> None:
         """Bind the messages of the only panel to persistent requests, unless the panel comes `in_pieces`.
@@ -101,10 +101,10 @@ class OperandGather:
         """
         if not self._part.gathered or self.in_pieces:
             return
-        _, part, counts, whole, _ = self._panels[0]
-        row_bytes = whole.shape[1] * itemsize(self.library.dtype(whole))
+        _, part, counts, gathered, _ = self._panels[0]
+        row_bytes = gathered.shape[1] * itemsize(self.library.dtype(gathered))
         schedule = gather_schedule(counts, self._axis.index, row_bytes, self._axis.node_map)
-        buffers = Buffers(schedule, self.library, (part, whole), (0, 0), None)
+        buffers = Buffers(schedule, self.library, (part, gathered), (0, 0), None)
         self._persistent = self._axis._persistent("all_gather", self._phase, schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
 
@@ -115,7 +115,7 @@ class OperandGather:
 
     def begin(self, panel: int) -> None:
         """Begin to gather a panel. Collective along the axis."""
-        copies, part, counts, whole, _ = self._panels[panel]
+        copies, part, counts, gathered, _ = self._panels[panel]
         if self._part.gathered:
             for piece, place in copies:
                 place[...] = piece
@@ -124,9 +124,9 @@ class OperandGather:
         elif self._part.gathered:
             with self._grid.ledger.phase(self._phase):
                 if self.in_pieces:
-                    self._arrivals = Arrivals(self._axis, part, whole, counts)
+                    self._arrivals = Arrivals(self._axis, part, gathered, counts)
                 else:
-                    self._awaited = self._axis._all_gather_into(part, whole, counts)
+                    self._awaited = self._axis._all_gather_into(part, gathered, counts)
         elif self._part.in_place and panel == 0:
             self._awaited = self._barrier(brings=True)
 
@@ -135,13 +135,13 @@ class OperandGather:
         if self._awaited is not None:
             self._awaited.wait()
             self._awaited = None
-        copies, _, _, whole, factor = self._panels[panel]
+        copies, _, _, gathered, factor = self._panels[panel]
         if not self._part.gathered:  # after the barrier, because shards that are read in place are complete only then
             for piece, place in copies:
                 place[...] = piece
-        if self._conjugates and 0 not in whole.shape:
+        if self._conjugates and 0 not in gathered.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
-                self.library.conjugate_in_place(whole)
+                self.library.conjugate_in_place(gathered)
         return factor
 
     def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:

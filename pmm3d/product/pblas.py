@@ -122,7 +122,7 @@ def pgemm(
         if (plan := context.plans.get(form)) is not None:
             plan._check_idle()
     if plan is None:
-        plan = context._keep(form, lambda: PgemmPlan._of(context, form, descriptors))
+        plan = context._cache(form, lambda: PgemmPlan._of(context, form, descriptors))
     context.plans.move_to_end(form)  # the order of use is the same on all ranks
     plan._begin(call).wait()
     if not plan._shares_memory:
@@ -485,8 +485,8 @@ def _placed(
 
 def _context_of(*descriptors: Any) -> BlacsContext:
     """Context of the first descriptor. Raises LayoutError, on this rank only, if there is no descriptor."""
-    found = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
-    return check_descriptor("pgemm", found).context
+    descriptor = next((each for each in descriptors if isinstance(each, Descriptor)), descriptors[0])
+    return check_descriptor("pgemm", descriptor).context
 
 
 def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, max_workspace: int | None) -> Form:

@@ -191,18 +191,18 @@ class MoveCache(OrderedDict[Hashable, TileMove]):
 
 def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
     """Plan of a redistribution, with its work memory. The grid caches the plan. Collective, with equal arguments."""
-    kept: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
+    cached: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
     key = source, target, dtype, library.kind
-    if key not in kept:
+    if key not in cached:
         move = TileMove(proxy(grid), source, target, dtype, rounds=1)  # the grid refers to its cache
         move.agree()
         with grid.collective_call("redistribute", always=True):
             grid.workspace.rehearse([move.work], library)
-        kept[key] = move
-        if len(kept) > CACHED_MOVES:
-            kept.popitem(last=False)
-    kept.move_to_end(key)
-    return kept[key]
+        cached[key] = move
+        if len(cached) > CACHED_MOVES:
+            cached.popitem(last=False)
+    cached.move_to_end(key)
+    return cached[key]
 
 
 def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:

@@ -29,7 +29,7 @@ class Result:
         self._widened = plan.dtype in LOW_PRECISION and plan.panels > 1
         self.sums = work.array((rank.rows, rank.cols), "float32") if self._widened else self._partial
         self._work = work.slab(rank.reduction.work if self._messages else 0)
-        self.whole = self.blocks = [(0, rank.rows)]
+        self.all_rows = self.blocks = [(0, rank.rows)]
         self._everyones = list[Array]()
         self._persistent: Persistent | None = None
         self._awaited: Pending | Persistent | Departures | None = None

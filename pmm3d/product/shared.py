@@ -40,8 +40,8 @@ def shared_sums(grid: Grid, axis: str, nbytes: int) -> list[Array]:
 
         with grid.collective_call("matmul", always=True):
             along = grid.axis(axis)
-            whole = shared_array(grid, along, [nbytes] * along.size)
-        memory[axis] = [whole[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
+            window = shared_array(grid, along, [nbytes] * along.size)
+        memory[axis] = [window[start : start + nbytes] for start in range(0, nbytes * along.size, nbytes)]
         grid.workspace.allocated += nbytes - held
     return memory[axis]
 
@@ -83,13 +83,13 @@ def window_of(grid: Grid, axis: str, placement: Placement, dtype: str, library: 
         local = library.empty(shapes[0], dtype)
         return Window(axis, local), local
     parts, per_node = [size * prod(shape) for shape in shapes], ranks_that_share(grid, axis)
-    whole = (
+    memory = (
         shared_array(grid, grid.axis(axis), parts)
         if per_node == len(members)
         else one_for_each_node(grid, grid.axis(axis), sum(parts), per_node)
     )
     rows, columns = [shape[0] for shape in shapes], shapes[0][1]
-    block = library.view(whole, (sum(rows), columns), dtype)
+    block = library.view(memory, (sum(rows), columns), dtype)
     first = sum(rows[: grid.axis(axis).index])
     return Window(axis, block), block[first : first + rows[grid.axis(axis).index]]
 

@@ -75,13 +75,13 @@ def exact(a: DistMatrix, b: DistMatrix, **options: Any) -> bool:
 
     Collective. Layouts, type and options are those of the product to be verified.
     """
-    whole_a, whole_b = _integers(a, 101), _integers(b, 102)
-    c = matmul(whole_a, whole_b, **options).gather(0)
-    whole_a, whole_b = whole_a.gather(0), whole_b.gather(0)
+    factor_a, factor_b = _integers(a, 101), _integers(b, 102)
+    c = matmul(factor_a, factor_b, **options).gather(0)
+    factor_a, factor_b = factor_a.gather(0), factor_b.gather(0)
     right = True
     if a.grid.rank == 0:
         kind = np.complex128 if a.dtype.startswith("complex") else np.float64
-        left, other, product = (a.library.to_numpy(x).astype(kind) for x in (whole_a, whole_b, c))
+        left, other, product = (a.library.to_numpy(x).astype(kind) for x in (factor_a, factor_b, c))
         right = np.array_equal(left @ other, product)
     return a.grid.comm.bcast(right)
 

@@ -62,13 +62,13 @@ class Section:
     others: Callable[[str], Reader | None] = lambda key: None
     known: Iterable[str] = ()
     made: Callable[..., Any] = dict
-    check: Callable[[dict[str, Any]], Iterable[str]] = lambda found: ()
+    check: Callable[[dict[str, Any]], Iterable[str]] = lambda values: ()
 
     def __call__(self, value: Any, place: str, problems: list[str]) -> Any:
         if not isinstance(value, dict):
             problems.append(f"{place} = {shown(value)}: must be a section, [{place}]")
             return None
-        before, found, inner = len(problems), dict[str, Any](), f"{place}." if place else ""
+        before, values, inner = len(problems), dict[str, Any](), f"{place}." if place else ""
         for key, reader in self.needed.items():
             if key not in value:
                 a_section = isinstance(reader, Section)
@@ -79,10 +79,10 @@ class Section:
             if reader_of is None:
                 problems.append(f"unknown key {inner}{key}{hint(key, [*readers, *self.known])}")
             else:
-                found[key] = reader_of(value[key], f"{inner}{key}", problems)
+                values[key] = reader_of(value[key], f"{inner}{key}", problems)
         if len(problems) == before:
-            problems += [f"[{place}] {text}" if place else text for text in self.check(found)]
-        return self.made(**found) if len(problems) == before else None
+            problems += [f"[{place}] {text}" if place else text for text in self.check(values)]
+        return self.made(**values) if len(problems) == before else None
 
 
 def number(needed: str, fits: Callable[[float], bool], made: Callable[[Any], Any] = float) -> Value:

@@ -44,11 +44,11 @@ def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> 
 
     run   number of consecutive ranks on a node; 1 for round-robin placement. Default: all ranks of a node
     """
-    run, found = run or ranks_per_node, dict[str, Group]()
+    run, groups = run or ranks_per_node, dict[str, Group]()
     for name, size, stride in zip(shape.names, shape, shape.strides):
         inside, nodes = _placed(size, stride, shape.size, run)
-        found[name] = Group(size, inside, nodes, max(1, min(ranks_per_node, shape.size) // inside), stride)
-    return _Groups(shape, ranks_per_node, run, {**found, ALL: everyone(shape.size, ranks_per_node)})
+        groups[name] = Group(size, inside, nodes, max(1, min(ranks_per_node, shape.size) // inside), stride)
+    return _Groups(shape, ranks_per_node, run, {**groups, ALL: everyone(shape.size, ranks_per_node)})
 
 
 class _Groups(dict[str, Group]):
@@ -58,8 +58,8 @@ class _Groups(dict[str, Group]):
     Group(size=4, inside=1, nodes=4, sharers=4, stride=1)
     """
 
-    def __init__(self, shape: GridShape, ranks_per_node: int, run: int, found: dict[str, Group]):
-        super().__init__(found)
+    def __init__(self, shape: GridShape, ranks_per_node: int, run: int, groups: dict[str, Group]):
+        super().__init__(groups)
         self._shape, self._ranks_per_node, self._run = shape, ranks_per_node, run
 
     def __missing__(self, name: str) -> Group:

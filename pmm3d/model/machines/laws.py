@@ -125,9 +125,9 @@ def terms(operation: str, group: Group, nbytes: float, by_nodes: bool | None = N
     kind = operation, group.size, group.inside, group.inside if by_nodes else 1
     received = counted(*kind)
     if operation == "all_reduce":
-        whole = counted(*kind, whole=True)
-        if is_small(nbytes / whole.rows, group.size, kind[-1]):
-            received = whole
+        of_undivided = counted(*kind, undivided=True)
+        if is_small(nbytes / of_undivided.rows, group.size, kind[-1]):
+            received = of_undivided
     across = nbytes * received.rows_across / received.rows
     at_once = group.sharers * (1 if operation == "shift" else group.inside)
     messages = float(received.messages - received.messages_across), float(received.messages_across)
@@ -144,11 +144,11 @@ class Received(NamedTuple):
 
 
 @lru_cache(maxsize=2**14)
-def counted(operation: str, size: int, inside: int, per_node: int = 1, whole: bool = False) -> Received:
+def counted(operation: str, size: int, inside: int, per_node: int = 1, undivided: bool = False) -> Received:
     """Return what rank 0 of `size` ranks receives in a collective of equal parts, if ranks 0:inside are on its node.
     An operation without a price of its own counts as an all-gather.
 
-    per_node, whole   as in `all_reduce` (`pmm3d.model.schedule`)
+    per_node, undivided   as in `all_reduce` (`pmm3d.model.schedule`)
 
         >>> [counted("all_gather", size, size).messages for size in (2, 16, 64)], counted("all_reduce", 16, 16).messages
         ([1, 15, 14], 30)
@@ -159,11 +159,11 @@ def counted(operation: str, size: int, inside: int, per_node: int = 1, whole: bo
     elif operation == "all_to_all":
         schedule = all_to_all.__wrapped__(parts, parts, 0)
     elif operation == "all_reduce":
-        schedule = all_reduce(1 if whole else size, size, 0, per_node, whole=whole)
+        schedule = all_reduce(1 if undivided else size, size, 0, per_node, undivided=undivided)
     elif operation == "reduce_scatter":
         schedule = reduce_scatter.__wrapped__(parts, 0, per_node)
     else:
         schedule = all_gather.__wrapped__(parts, 0, per_node)
-    found = [(peer, schedule.nbytes(span, 1, 1)) for each in schedule.rounds for peer, span in each.receives]
-    across = [rows for peer, rows in found if peer >= inside]
-    return Received(len(found), sum(rows for _, rows in found), len(across), sum(across))
+    messages = [(peer, schedule.nbytes(span, 1, 1)) for each in schedule.rounds for peer, span in each.receives]
+    across = [rows for peer, rows in messages if peer >= inside]
+    return Received(len(messages), sum(rows for _, rows in messages), len(across), sum(across))

@@ -109,25 +109,25 @@ def _tell_own_pass(source: str, name: str) -> None:
     )
 
 
-def _same_lengths(found: dict[str, Any]) -> Iterator[str]:
-    lists = {name: values for name, values in found.items() if isinstance(values, tuple)}
+def _same_lengths(section: dict[str, Any]) -> Iterator[str]:
+    lists = {name: values for name, values in section.items() if isinstance(values, tuple)}
     lengths = [*map(len, lists.values())]
     if len({*lengths}) > 1:
         yield f"{', '.join(lists)} have {', '.join(map(str, lengths))} entries; their numbers must be equal"
 
 
-def _points(found: dict[str, Any]) -> Iterator[str]:
-    yield from (problems := [*_same_lengths(found)])
-    sizes = [found[name] for name in "mnk"]
+def _points(section: dict[str, Any]) -> Iterator[str]:
+    yield from (problems := [*_same_lengths(section)])
+    sizes = [section[name] for name in "mnk"]
     if not problems and not len(sizes[0]) == len({*zip(*sizes)}) == prod(len({*some}) for some in sizes):
         yield "m, n, k: each m must occur once with each n and each k"
 
 
-def _row(found: dict[str, Any]) -> Iterator[str]:
-    yield from _same_lengths(found)
-    if any(first >= last for first, last in pairwise(found["bytes"])):
+def _row(section: dict[str, Any]) -> Iterator[str]:
+    yield from _same_lengths(section)
+    if any(first >= last for first, last in pairwise(section["bytes"])):
         yield "bytes must ascend, each once"
-    if found["inside"] == found["nodes"] == 1:
+    if section["inside"] == section["nodes"] == 1:
         yield "inside = 1, nodes = 1 is one rank, which sends nothing"
 
 
@@ -154,14 +154,14 @@ def _numbered(reader: Reader) -> dict[str, Any]:
     }
 
 
-def _machine(found: dict[str, Any]) -> Iterator[str]:
-    if not found["gemm"]:
+def _machine(section: dict[str, Any]) -> Iterator[str]:
+    if not section["gemm"]:
         yield "[gemm] has no dtype; it must have at least one, as in [gemm.float64]"
-    rows, seen = found.get("collectives", ()), set[tuple[str, int, int, int]]()
+    rows, seen = section.get("collectives", ()), set[tuple[str, int, int, int]]()
     if rows == FROM_AXONN:
         return
     for index, row in enumerate(rows):
-        name, per_node = f"[collectives[{index}]]", found["ranks_per_node"]
+        name, per_node = f"[collectives[{index}]]", section["ranks_per_node"]
         if row.inside > per_node:
             yield f"{name} inside = {row.inside} is more than ranks_per_node = {per_node}"
         kind = row.operation, row.inside, row.nodes, row.stride
@@ -171,11 +171,11 @@ def _machine(found: dict[str, Any]) -> Iterator[str]:
         seen.add(kind)
 
 
-def _made(gemm: dict[str, Gemms], collectives: Any = (), **found: Any) -> Machine:
+def _made(gemm: dict[str, Gemms], collectives: Any = (), **fields: Any) -> Machine:
     if collectives == FROM_AXONN:
-        collectives = tuple(_from_axonn(found.get("axonn", {}), found["ranks_per_node"]))
-    defaults = {name: found.pop(name, {}) for name in ("sources", "hidden", "key", "axonn")}
-    return Machine(gemms=gemm, collectives=collectives, **defaults, **found)
+        collectives = tuple(_from_axonn(fields.get("axonn", {}), fields["ranks_per_node"]))
+    defaults = {name: fields.pop(name, {}) for name in ("sources", "hidden", "key", "axonn")}
+    return Machine(gemms=gemm, collectives=collectives, **defaults, **fields)
 
 
 def _from_axonn(table: dict[str, dict[str, float]], ranks_per_node: int) -> Iterator[Measured]:

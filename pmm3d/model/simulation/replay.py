@@ -28,9 +28,9 @@ def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) ->
         if action.operation in MESSAGES:  # only the receive takes time; the sender continues
             return machine.collective_in_step("shift", groups[action.axis], action.received)
         nbytes = max(action.sent, action.received)
-        whole = action.whole or nbytes  # a message takes the share of its bytes in the collective
-        seconds = machine.collective_in_step(action.operation, groups[action.axis], whole)
-        return seconds * nbytes / whole if nbytes else 0.0
+        collective_bytes = action.collective_bytes or nbytes  # a message takes the share of its bytes in the collective
+        seconds = machine.collective_in_step(action.operation, groups[action.axis], collective_bytes)
+        return seconds * nbytes / collective_bytes if nbytes else 0.0
     return 0.0
 
 
@@ -53,8 +53,8 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
 
 def terms_of(timeline: Timeline) -> dict[str, float]:
     """Return `Timeline.terms`. The kinds "gemm", "passes" and "overhead" are included even if they took no time."""
-    found = timeline.terms
-    return {WORDS[kind]: found.pop(kind, 0.0) for kind in WORDS} | found
+    terms = timeline.terms
+    return {WORDS[kind]: terms.pop(kind, 0.0) for kind in WORDS} | terms
 
 
 @dataclass
@@ -110,12 +110,12 @@ class _Table:
             return
         waits, last, open_ones = list[_Begun](), self.begun[number].task, [number]
         while open_ones:
-            found = self.begun[open_ones.pop()]
-            if not found.awaited:
-                found.awaited = True
-                waits.append(found)
-                open_ones += found.before
-        for each in sorted(waits, key=lambda found: found.task):
+            begun = self.begun[open_ones.pop()]
+            if not begun.awaited:
+                begun.awaited = True
+                waits.append(begun)
+                open_ones += begun.before
+        for each in sorted(waits, key=lambda one: one.task):
             after = (each.task,) if each.task == last else (each.task, last)
             self.made.append(Task("wait", PROCESSOR, each.rest, after, name=self.made[each.task].name))
 
@@ -123,10 +123,10 @@ class _Table:
 def _awaited(actions: Sequence[Action]) -> set[int]:
     """Return the numbers of the collectives that are awaited, directly or by a collective that continues them."""
     before = {action.number: action.after for action in actions if action.what == "begin"}
-    found, open_ones = set[int](), [action.number for action in actions if action.what == "wait"]
+    awaited, open_ones = set[int](), [action.number for action in actions if action.what == "wait"]
     while open_ones:
         number = open_ones.pop()
-        if number not in found:
-            found.add(number)
+        if number not in awaited:
+            awaited.add(number)
             open_ones += before.get(number, ())
-    return found
+    return awaited
