@@ -107,9 +107,9 @@ def measured(net: nn.Pipeline, micro_batches: int) -> tuple[TimeLine, TimeLine]:
         for seed in (1, 2)
     )
     executor = Executor(net, [x] * micro_batches)
-    net.whole.comm.Barrier()
+    net.parent_grid.comm.Barrier()
     executor.run(lambda micro, output: nn.mse(output, y))
-    return time_lines(net.whole.comm.allgather(net.grid.ledger.actions))
+    return time_lines(net.parent_grid.comm.allgather(net.grid.ledger.actions))
 
 
 def row_of(schedule: str, options: argparse.Namespace) -> list[str]:

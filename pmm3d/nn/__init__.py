@@ -71,8 +71,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _MODULES.items():
         if name in names:
-            globals()[name] = found = getattr(import_module(f".{module}", __name__), name)
-            return found
+            globals()[name] = attribute = getattr(import_module(f".{module}", __name__), name)
+            return attribute
         if name == module:
             return import_module(f".{module}", __name__)
     raise AttributeError(f"module 'pmm3d.nn' has no attribute {name!r}")

@@ -221,8 +221,8 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
     needed = sorted({index for (_, needs), wants in zip(slopes, wanted) if wants for index in needs})
     shapes = [each.shape for each in pair]
 
-    def rule(gradient: Array, *kept: Array) -> list[Gradient | None]:
-        operands = dict(zip(needed, kept))
+    def rule(gradient: Array, *saved_arrays: Array) -> list[Gradient | None]:
+        operands = dict(zip(needed, saved_arrays))
 
         def by(of: Callable[..., Array] | Elementwise | None, needs: tuple[int, ...]) -> Array:
             return (
@@ -235,8 +235,8 @@ def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array]
             summed_to(size, spec, by(*slope)) if wants else None for size, slope, wants in zip(shapes, slopes, wanted)
         ]
 
-    keep = {f"{name}.{'ab'[index]}": pair[index] for index in needed}
-    return pair[0].from_op(out, pair, rule, keep=keep, shape=shape, layout=layout)
+    saved = {f"{name}.{'ab'[index]}": pair[index] for index in needed}
+    return pair[0].from_op(out, pair, rule, keep=saved, shape=shape, layout=layout)
 
 
 def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
@@ -278,19 +278,22 @@ def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Layout, l
     return layout, [_within(size, shape, layout) for size in (a, b)]
 
 
-def _within(shape: Shape, whole: Shape, layout: Layout) -> Layout:
-    """Layout of an operand for a result of the shape `whole`. Dims in which the operand is broadcast are not split."""
-    rows, cols = (() if size != full else axes for size, full, axes in zip(shape, whole, (layout.rows, layout.cols)))
+def _within(shape: Shape, parent_shape: Shape, layout: Layout) -> Layout:
+    """Layout of an operand for a result of the shape `parent_shape`. Dims in which the operand is broadcast are not
+    split."""
+    rows, cols = (
+        () if size != full else axes for size, full, axes in zip(shape, parent_shape, (layout.rows, layout.cols))
+    )
     units = [unit if axes else 1 for unit, axes in zip(layout.units, (rows, cols))]
-    return layout if shape == whole else Layout(rows, cols, layout.sums, units)
+    return layout if shape == parent_shape else Layout(rows, cols, layout.sums, units)
 
 
 def summed_to(shape: Shape, spec: TensorSpec, gradient: Array) -> Gradient:
     """Gradient of a broadcast operand of this shape, from the gradient of the result."""
-    found = sums_to(shape, spec, gradient)
-    if spec.library.dtype(found.array) == spec.dtype:
-        return found
-    return Gradient(spec.library.astype(found.array, spec.dtype), found.layout)
+    contribution = sums_to(shape, spec, gradient)
+    if spec.library.dtype(contribution.array) == spec.dtype:
+        return contribution
+    return Gradient(spec.library.astype(contribution.array, spec.dtype), contribution.layout)
 
 
 def sums_to(shape: Shape, spec: TensorSpec, gradient: Array) -> Gradient:

@@ -249,8 +249,8 @@ class Residual(Module):
         self.grid, self.module = module.grid, module
 
     def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        found = self.module._assign_layout(columns, placed)
-        return found if columns is None else columns
+        of_module = self.module._assign_layout(columns, placed)
+        return of_module if columns is None else columns
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         return add(x, self.module(x, *others))

@@ -112,17 +112,17 @@ def linear(
     inputs = schedule.rows_of(x.spec, x.shard, x.layout, layouts.input, "gather I")
     full = schedule.full(weight, [weight.shard], x.tape.phase)
     out = schedule.output(inputs, full, bias)
-    keep: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
     if schedule.learns:
-        keep["linear.input"] = x if schedule.regathers or layouts.came == layouts.input else inputs.wait()
+        saved["linear.input"] = x if schedule.regathers or layouts.came == layouts.input else inputs.wait()
     if schedule.wanted and not layouts.gathers:
-        keep["linear.weight"] = weight
+        saved["linear.weight"] = weight
     parameter: Any = weight if layouts.gathers else None
     return x.from_op(
         out,
         (x, weight) if bias is None else (x, weight, bias),
         partial(schedule.gradients, parameter),
-        keep=keep,
+        keep=saved,
         shape=schedule.out.shape,
         layout=layouts.out,
     )
@@ -218,9 +218,9 @@ class _Schedule(NamedTuple):
     biased: bool
     tf32: bool
 
-    def full(self, weight: Any, kept: Sequence[Array], phase: str) -> Array:
+    def full(self, weight: Any, saved: Sequence[Array], phase: str) -> Array:
         """Return the block of the weight: gathered if the weight is sharded, else saved."""
-        return BackwardSync.of(self.came.grid).weights.gathered(weight, phase) if self.layouts.gathers else kept[0]
+        return BackwardSync.of(self.came.grid).weights.gathered(weight, phase) if self.layouts.gathers else saved[0]
 
     def rows_of(self, spec: TensorSpec, array: Array, held: Layout, layout: Layout, phase: str) -> Arrivals:
         """Gather the rows of an array from the layout `held` to `layout`. A decomposed gather is still in progress."""
@@ -258,20 +258,20 @@ class _Schedule(NamedTuple):
         for low, high in rows.within(start, stop):
             gemm(spec, rows.gathered[low:high], factor, out[low - start : high - start], beta, tf32=self.tf32)
 
-    def gradients(self, weight: Parameter | None, gradient: Array, *kept: Array) -> list[LazyMatrix | None]:
+    def gradients(self, weight: Parameter | None, gradient: Array, *saved: Array) -> list[LazyMatrix | None]:
         """Gradients dI = dO W^T, with partial sums over n, and dW = I^T dO and db, as sums over this rank's rows."""
-        inputs, full = kept[: self.learns], kept[self.learns :]
+        inputs, full = saved[: self.learns], saved[self.learns :]
         layouts, spec, of_input, of_weight = self.layouts, self.came, None, None
         coming = self.rows_of(self.out, gradient, self.out.layout, layouts.result, "gather dO")
         came = spec.layout if self.regathers else layouts.input
         rows = self.rows_of(spec, inputs[0], came, layouts.input, "gather I") if self.learns else None
         m, n = coming.gathered.shape[0], gradient.shape[1]
         if self.wanted:
-            whole = self.full(weight, full, "backward")
+            full_weight = self.full(weight, full, "backward")
             of_input = LazyMatrix(
                 layouts.of_input,
-                (m, whole.shape[0]),
-                lambda out, beta, part: self._multiply(spec, coming, part, whole.T, out, beta),
+                (m, full_weight.shape[0]),
+                lambda out, beta, part: self._multiply(spec, coming, part, full_weight.T, out, beta),
                 "reduce dI",
             )
         if rows is not None:

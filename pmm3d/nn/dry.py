@@ -32,18 +32,18 @@ class Facts(NamedTuple):
 
 def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
     """Dry grid with the shape and hosts of this grid, or a stage of it, for a rank (default: this rank)."""
-    whole, shape = grid.parent, grid.parent.shape
+    parent, shape = grid.parent, grid.parent.shape
     made = Grid.dry(
         shape[:3],
         shape.data,
         grid.everyone.ranks[grid.rank if rank is None else rank],
         {name: getattr(shape, name) for name in shape.names if name not in AXES},
-        whole.hosts,
+        parent.hosts,
     )
     made.default_library = library_kind(grid.default_library)
-    made.node_maps = dict(whole.node_maps)
+    made.node_maps = dict(parent.node_maps)
     set_node_maps([*map(made.axis, (*shape.names, "everyone")), made.stage.everyone], made.node_maps)
-    return made if whole is grid else made.stage
+    return made if parent is grid else made.stage
 
 
 def finish_all(grid: Grid) -> None:

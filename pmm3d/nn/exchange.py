@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..layout.layout import layout_of, unit_of
 from ..product import DistMatrix
 from .facts import FACTS, facts_in, facts_of
-from .from_checkpoint import fill_weights, find_checkpoint, keep_digits, prepare
+from .from_checkpoint import fill_weights, find_checkpoint, make_master_weights, prepare
 from .module import Module
 from .operations import columns
 from .optimizer import Optimizer
@@ -112,13 +112,13 @@ def export_torch(
     path, own, config = Path(path), network.named_parameters(), _config(network)
     names = next(iter(_published(network)), TORCH) if names is None else names
     table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
-    with network.whole.collective_call("export", str(path), always=True):
+    with network.parent_grid.collective_call("export", str(path), always=True):
         if folder and names == TORCH:
             raise CheckpointError(
                 f"cannot export to the folder {path} with the names {TORCH!r}, which from_pretrained "
                 f"does not know. {_has(network)}. Give a file that ends in {ENDING}"
             )
-        replaced = _weight_map(path) if folder and network.whole.rank == 0 else {}
+        replaced = _weight_map(path) if folder and network.parent_grid.rank == 0 else {}
     matrices = {
         name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
         for name, stored in table.items()
@@ -129,10 +129,10 @@ def export_torch(
         **({CONFIG: json.dumps(config)} if config else {}),
     }
     export_safetensors(
-        network.whole, path / WEIGHTS if folder else path, matrices, metadata=metadata, **_specs(own, table)
+        network.parent_grid, path / WEIGHTS if folder else path, matrices, metadata=metadata, **_specs(own, table)
     )
-    with network.whole.collective_call("export", str(path), always=True), file_errors(path, "written"):
-        if folder and network.whole.rank == 0:
+    with network.parent_grid.collective_call("export", str(path), always=True), file_errors(path, "written"):
+        if folder and network.parent_grid.rank == 0:
             replace_file(path / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
             for name in {INDEX, *(Path(file).name for file in replaced.values())} - {WEIGHTS}:
                 (path / name).unlink(missing_ok=True)
@@ -193,7 +193,7 @@ def import_torch(
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
-    keep_digits(
+    make_master_weights(
         network,
         {part.parameter: there[name] for name, stored in table.items() if name in there for part in stored.parts},
     )
@@ -201,7 +201,7 @@ def import_torch(
         name: _to_fill([own[part.parameter] for part in stored.parts], stored) for name, stored in table.items()
     }
     import_files(
-        network.whole,
+        network.parent_grid,
         path,
         files,
         matrices,
@@ -218,7 +218,7 @@ def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path,
 
     any_network: ignore the configuration of an unsupported network.
     """
-    whole, found, known = network.whole, dict[Path, dict[str, str]](), dict[str, Any]()
+    whole, found, known = network.parent_grid, dict[Path, dict[str, str]](), dict[str, Any]()
     with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
         if whole.rank == 0:
             single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
@@ -287,7 +287,7 @@ def _has(network: Module) -> str:
 def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
     """Tensors of this rank's stage. Collective."""
     own = network.named_parameters()
-    with network.whole.collective_call("names", names, always=True):
+    with network.parent_grid.collective_call("names", names, always=True):
         return {
             name: stored for name, stored in _names(network, names).tensors.items() if stored.parts[0].parameter in own
         }
@@ -349,17 +349,17 @@ def _scatter_columns(
             parameter, unit, size = own[part.parameter], part.unit, part.stop - part.start
             if part.parameter not in made:
                 made[part.parameter] = _new(parameter._in_checkpoint, parameter.shape[1], parameter.layout)
-            whole, width = made[part.parameter], _width(parameter, part)
+            joined, width = made[part.parameter], _width(parameter, part)
             held, (row_unit, _) = parameter.layout, parameter.layout.units
             per_part = unit_of(held.units[1], held.cols[0]) // unit if held.cols else 1
             layout = layout_of(held.rows, held.cols, (), (row_unit, per_part * size))
-            found = matrices[name].submatrix(slice(None), slice(start, start + width), layout)
-            heads = whole.local.shape[0], whole.local.shape[1] // unit
-            whole.local.reshape(*heads, unit)[:, :, part.start : part.stop] = found.local.reshape(*heads, size)
+            block = matrices[name].submatrix(slice(None), slice(start, start + width), layout)
+            heads = joined.local.shape[0], joined.local.shape[1] // unit
+            joined.local.reshape(*heads, unit)[:, :, part.start : part.stop] = block.local.reshape(*heads, size)
             start += width
-    for name, whole in made.items():
+    for name, joined in made.items():
         target = own[name]._in_checkpoint
-        whole.redistribute(target.layout, out=target)
+        joined.redistribute(target.layout, out=target)
 
 
 def torch_name(name: str) -> str:
@@ -419,13 +419,13 @@ def load_weights(
     ...     nn.exchange.load_weights(net, folder).name
     'step-00000005'
     """
-    path, whole, published = Path(path), network.whole, False
-    with whole.collective_call("load_weights", str(path), always=True), file_errors(path, "read"):
-        if whole.rank == 0:
+    path, parent, published = Path(path), network.parent_grid, False
+    with parent.collective_call("load_weights", str(path), always=True), file_errors(path, "read"):
+        if parent.rank == 0:
             published = path.suffix == ENDING or any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
-    if whole.comm.bcast(published):
+    if parent.comm.bcast(published):
         import_torch(network, path, optimizer, accept=accept, facts=facts)
         return path
-    found, keeper = find_checkpoint(whole, path)
-    fill_weights(network, found, keeper, optimizer, accept=accept, facts=facts)
-    return found.path
+    checkpoint, keeper = find_checkpoint(parent, path)
+    fill_weights(network, checkpoint, keeper, optimizer, accept=accept, facts=facts)
+    return checkpoint.path

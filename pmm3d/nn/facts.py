@@ -68,7 +68,7 @@ def facts_of(network: Module) -> Facts:
     ...     facts_of(nn.MLP(grid, [3, 4, 2], nn.gelu, norm=True))
     {'network.activation': 'gelu', 'network.eps': 1e-05}
     """
-    found = dict[str, list[Any]]()
+    by_name = dict[str, list[Any]]()
     for _, module in getattr(network, "dry", network).named_modules():
         own = [
             (name, value.item() if isinstance(value, np.number) else value)
@@ -76,14 +76,16 @@ def facts_of(network: Module) -> Facts:
             if name in LAYERS and (value is None or isinstance(value, (int, float, np.number)))
         ]
         for name, value in (*own, *(("activation", name) for name in functions_in(module))):
-            found.setdefault(f"network.{name}", []).append(value)
-    return {name: values[0] if all(each == values[0] for each in values) else values for name, values in found.items()}
+            by_name.setdefault(f"network.{name}", []).append(value)
+    return {
+        name: values[0] if all(each == values[0] for each in values) else values for name, values in by_name.items()
+    }
 
 
 def facts_in(meta: Any) -> Facts:
     """Return the facts in a checkpoint's meta, or in the metadata of a file."""
-    found = meta.get(FACTS) if isinstance(meta, dict) else None
-    return found if isinstance(found, dict) else {}
+    facts = meta.get(FACTS) if isinstance(meta, dict) else None
+    return facts if isinstance(facts, dict) else {}
 
 
 def compare(
@@ -99,9 +101,9 @@ def compare(
 
     accept: as in `TrainState.resume`; what: the file whose facts are compared, for messages.
     """
-    found = differences(before, now)
-    refuse(found, accept, what, error=error)
-    for each in found if rank == 0 else ():
+    changes = differences(before, now)
+    refuse(changes, accept, what, error=error)
+    for each in changes if rank == 0 else ():
         logger.warning(f"{what} is accepted with a difference: {each}")
 
 
@@ -132,7 +134,7 @@ def batch_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list
 
 
 def refuse(
-    found: Collection[Difference],
+    changes: Collection[Difference],
     accept: Collection[str],
     what: str = "the checkpoint",
     other: str = "",
@@ -146,7 +148,7 @@ def refuse(
             f"accept must be {', '.join(ACCEPTED[:-1])} or {ACCEPTED[-1]}; got {', '.join(map(repr, unknown))}"
         )
     for kind in ACCEPTED:
-        if kind not in accept and (wrong := [str(each) for each in found if each.kind == kind]):
+        if kind not in accept and (wrong := [str(each) for each in changes if each.kind == kind]):
             differ = "differ" if kind.endswith("s") else "differs"
             raise error(
                 f"the {kind} of {what} {differ}, and nothing was changed: {'; '.join(wrong)}. {REMEDY[kind]}; "

@@ -23,7 +23,7 @@ from .optimizer_state import STATE, is_state
 
 def fill_weights(
     network: Module,
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     keeper: Checkpoints,
     optimizer: Optimizer | None = None,
     *,
@@ -31,9 +31,9 @@ def fill_weights(
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Set the weights from a checkpoint. Collective. accept, facts: as in `load_weights`."""
-    prepare(network, found.path, facts_in(found.meta), optimizer, accept, facts)
-    keep_digits(network, {name: dtype for name, (_, dtype) in found.contents.items()})
-    fill(keeper, found, network.matrices(), partial=is_state)
+    prepare(network, checkpoint.path, facts_in(checkpoint.meta), optimizer, accept, facts)
+    make_master_weights(network, {name: dtype for name, (_, dtype) in checkpoint.contents.items()})
+    fill(keeper, checkpoint, network.matrices(), partial=is_state)
     network.loaded()
 
 
@@ -47,19 +47,19 @@ def prepare(
 ) -> None:
     """Compare the facts in a file with those of a network. Make the master weights of an optimizer, so that they are
     filled too. Collective. accept, facts: as in `load_weights`."""
-    whole, named = network.whole, network.named_parameters()
-    with whole.collective_call("load", str(path), sorted(accept), always=True):
+    parent, named = network.parent_grid, network.named_parameters()
+    with parent.collective_call("load", str(path), sorted(accept), always=True):
         if optimizer is not None and not {*named.values()} & {*optimizer.parameters}:
             raise Pmm3dError(
                 "the optimizer changes no parameter of the network, so its master weights would not "
                 "be set: pass an optimizer that was made with network.parameters()"
             )
-        compare(stored, {**facts_of(network), **(facts or {})}, accept, str(path), rank=whole.rank)
+        compare(stored, {**facts_of(network), **(facts or {})}, accept, str(path), rank=parent.rank)
     if optimizer is not None:
         optimizer.matrices(named)
 
 
-def keep_digits(network: Module, stored: Mapping[str, str]) -> None:
+def make_master_weights(network: Module, stored: Mapping[str, str]) -> None:
     """Make the master weights that keep the digits of stored values. stored: type of each parameter's values."""
     for name, parameter in network.named_parameters().items():
         if name in stored:
@@ -68,7 +68,7 @@ def keep_digits(network: Module, stored: Mapping[str, str]) -> None:
 
 def fill(
     keeper: Checkpoints,
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     matrices: Mapping[str, DistMatrix],
     *,
     check: Callable[[Any], None] | None = None,
@@ -79,7 +79,7 @@ def fill(
     16-bit weights are converted. A weight without a state in the checkpoint, because it was frozen, gets a state of
     zeros. Raises CheckpointError, on every rank, for matrices that do not fit.
     """
-    path, stored = str(found.path), {name: dtype for name, (_, dtype) in found.contents.items()}
+    path, stored = str(checkpoint.path), {name: dtype for name, (_, dtype) in checkpoint.contents.items()}
     with keeper.grid.collective_call("load: types", path, always=True):
         _refuse_remainders(path, stored)
         zeros = _without_state(stored, matrices)
@@ -89,7 +89,7 @@ def fill(
             if name in stored and _converts(stored[name], matrix.dtype)
         }
     meta = keeper.fill(
-        found,
+        checkpoint,
         {name: sources.get(name, matrix) for name, matrix in matrices.items() if name not in zeros},
         check=check,
         partial=partial,
@@ -153,14 +153,14 @@ def find_checkpoint(grid: Grid, path: Path) -> tuple[Checkpoint, Checkpoints]:
         place = _place_of(path) if grid.rank == 0 else None
     folder, is_one = grid.comm.bcast(place)
     keeper = Checkpoints(grid, folder)
-    found = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
+    checkpoint = keeper.undamaged(path) if is_one else keeper.newest_undamaged()
     with grid.collective_call("checkpoint", str(path), always=True):
-        if found is None:
+        if checkpoint is None:
             raise CheckpointError(
                 f"there is no checkpoint in {path}: pass the folder of a checkpoint, or of a run "
                 "with a checkpoint in checkpoints/"
             )
-    return found, keeper
+    return checkpoint, keeper
 
 
 def _place_of(path: Path) -> tuple[Path, bool]:

@@ -19,7 +19,7 @@ from .tensor import Tensor, relayout, summed
 
 __all__ = ["dropout", "gelu", "gelu_tanh", "layer_norm", "relu", "rms_norm", "sigmoid", "silu", "tanh"]
 
-MASKED = Elementwise(lambda _, x, kept, scale: x * kept * scale, lambda _, x, kept, scale: (x * kept).mul_(scale))
+MASKED = Elementwise(lambda _, x, mask, scale: x * mask * scale, lambda _, x, mask, scale: (x * mask).mul_(scale))
 STANDARDIZED = Elementwise(lambda _, x, mean, inverse: (x - mean) * inverse)
 STANDARDIZED_SLOPE = Elementwise(lambda _, g, normal, mean, slope, inverse: (g - mean - normal * slope) * inverse)
 AFFINE = Elementwise(lambda _, x, gain, bias: x * gain + bias)
@@ -153,9 +153,12 @@ def _elementwise(x: Tensor, function: Activation) -> Tensor:
     spec, local = x.spec, x.shard
     out = map_elementwise(spec, function.name, function.value, local)
     backward = function.name + " backward"
-    keep = {f"{function.name}.output": out} if function.of_output else {f"{function.name}.input": x}
+    saved = {f"{function.name}.output": out} if function.of_output else {f"{function.name}.input": x}
     return x.from_op(
-        out, (x,), lambda gradient, kept: (map_elementwise(spec, backward, function.slope, gradient, kept),), keep=keep
+        out,
+        (x,),
+        lambda gradient, array: (map_elementwise(spec, backward, function.slope, gradient, array),),
+        keep=saved,
     )
 
 
@@ -197,7 +200,7 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
     spec = x.spec
     if isinstance(spec.shape[0], RaggedRows):
         spec.shape[0].refuse()
-    mask, scale = _kept(spec, x.box, p, seed, stream), 1 / (1 - p)
+    mask, scale = _dropout_mask(spec, x.box, p, seed, stream), 1 / (1 - p)
     return x.from_op(
         map_elementwise(spec, "dropout", MASKED, x.shard, mask, scale),
         (x,),
@@ -210,18 +213,18 @@ def check_probability(name: str, p: float) -> float:
     return real(p, f"{name} must be at least 0 and below 1", 0, Pmm3dError, 1)
 
 
-def _kept(spec: TensorSpec, box: Box, p: float, seed: int, stream: int) -> Array:
+def _dropout_mask(spec: TensorSpec, box: Box, p: float, seed: int, stream: int) -> Array:
     """Mask of dropout of a shard, uint8."""
     library = spec.library
-    kept = spec.grid.workspace.array(box.shape, "uint8", library)
+    mask = spec.grid.workspace.array(box.shape, "uint8", library)
     if library.has_data:
-        fill_kept(kept, box, spec.shape[1], p, seed, stream)
+        fill_mask(mask, box, spec.shape[1], p, seed, stream)
     else:
-        library.passed("dropout mask", kept)
-    return kept
+        library.passed("dropout mask", mask)
+    return mask
 
 
-def fill_kept(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
+def fill_mask(out: Array, box: Box, columns: int, p: float, seed: int, stream: int) -> None:
     """Fill `out` with the mask of dropout, 0 or 1, for a box of a matrix with this number of columns.
 
     The mask is the same on every grid and in every array library.
@@ -339,8 +342,8 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
         )
         return [dx, *of_rows]
 
-    keep = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
-    return x.from_op(out, (x, *vectors), rule, keep=keep)
+    saved = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
+    return x.from_op(out, (x, *vectors), rule, keep=saved)
 
 
 def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -373,32 +376,32 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
     needed = [x.requires_grad, gain.requires_grad, bias.requires_grad]
     of_rows = Layout((), spec.layout.cols, spec.layout.rows, (1, spec.layout.units[1]))
 
-    def rule(gradient: Array, *kept: Array) -> list[Array | Gradient | None]:
+    def rule(gradient: Array, *saved_arrays: Array) -> list[Array | Gradient | None]:
         dx = spec.new() if needed[0] else None
         with computing(spec.grid, "elementwise", name="layer_norm backward"):
             if aten is None:
-                library.passed("layer_norm backward", *2 * [gradient, kept[0]], *([] if dx is None else [dx]))
+                library.passed("layer_norm backward", *2 * [gradient, saved_arrays[0]], *([] if dx is None else [dx]))
                 vectors = [library.empty((1, size[0]), spec.dtype) for _ in range(2)]
             else:
-                local, mean, inverse, gain, bias = kept
-                found, *vectors = aten.native_layer_norm_backward(
+                local, mean, inverse, gain, bias = saved_arrays
+                of_input, *vectors = aten.native_layer_norm_backward(
                     gradient, local, size, mean, inverse, gain[0], bias[0], needed
                 )
                 if dx is not None:
-                    dx[...] = found
+                    dx[...] = of_input
         return [
             dx,
             *(Gradient(each.reshape(1, -1), of_rows) if wanted else None for each, wanted in zip(vectors, needed[1:])),
         ]
 
-    keep = {
+    saved = {
         "layer_norm.input": x,
         "layer_norm.mean": mean,
         "layer_norm.inverse": inverse,
         "layer_norm.gain": gain,
         "layer_norm.bias": bias,
     }
-    return x.from_op(out, (x, gain, bias), rule, keep=keep)
+    return x.from_op(out, (x, gain, bias), rule, keep=saved)
 
 
 def _sum_of_rows(spec: TensorSpec, array: Array) -> LazyMatrix:

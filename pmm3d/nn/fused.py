@@ -82,13 +82,13 @@ def _in_vectors(library: NumpyLibrary, change: Callable[..., None], *arrays: Arr
     vector, so the bits do not depend on the bounds of a slice.
     """
     size = arrays[0].shape[0]
-    whole = size - size % VECTORS if library.on_host else size
-    if whole:
-        change(*(array[:whole] for array in arrays))
-    if whole < size:
+    in_full_vectors = size - size % VECTORS if library.on_host else size
+    if in_full_vectors:
+        change(*(array[:in_full_vectors] for array in arrays))
+    if in_full_vectors < size:
         last = library.xp.zeros((len(arrays), VECTORS), dtype=arrays[0].dtype)
         for array, copy in zip(arrays, last):
-            copy[: size - whole] = array[whole:]
+            copy[: size - in_full_vectors] = array[in_full_vectors:]
         change(*last)
         for array, copy in zip(arrays, last):
-            array[whole:] = copy[: size - whole]
+            array[in_full_vectors:] = copy[: size - in_full_vectors]

@@ -62,7 +62,7 @@ class Weights:
     def __init__(self, grid: Grid):
         self._grid, self.overlap, self.more = grid, Overlap(), False
         self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
-        self._kept: dict[int, tuple[int, int]] = {}
+        self._cached: dict[int, tuple[int, int]] = {}
         """Number -> (bytes, `_pauses` at the last use) of a kept block. An entry remains if the weight is deleted,
         because ranks collect garbage at different times, and must keep the same weights."""
         self._numbers, self._pauses = count(), 0
@@ -89,11 +89,11 @@ class Weights:
             gathered.context = self._context
             pending, gathered.pending = gathered.pending or self._start(weight, gathered), None
             block = pending.wait()
-        self._kept.pop(gathered.number, None)
+        self._cached.pop(gathered.number, None)
         nbytes = gathered.nbytes if gathered.copy is None else 0
-        if gathered.block is not None or gathered.copy is not None or self._keeps(nbytes):
+        if gathered.block is not None or gathered.copy is not None or self._fits_cache(nbytes):
             gathered.block = block
-            self._kept[gathered.number] = nbytes, self._pauses
+            self._cached[gathered.number] = nbytes, self._pauses
         if self.overlap.oag:
             self._prefetch(weight, gathered, phase)
         return block
@@ -108,9 +108,9 @@ class Weights:
             gathered.pending = None
         self._pauses += 1
         oldest = self._pauses - IDLE_PAUSES
-        self._kept = {number: kept for number, kept in self._kept.items() if kept[1] >= oldest}
+        self._cached = {number: entry for number, entry in self._cached.items() if entry[1] >= oldest}
         for gathered in list(self._gathered.values()):
-            if gathered.number not in self._kept:
+            if gathered.number not in self._cached:
                 gathered.block = gathered.copy = None
             for phase, (weight, _) in list(gathered.following.items()):
                 if self._gathered[weight].used < oldest:
@@ -169,7 +169,7 @@ class Weights:
         with grid.ledger.phase("gather W"):
             return axis._all_gather_into(shard, block, counts)
 
-    def _keeps(self, nbytes: int) -> bool:
+    def _fits_cache(self, nbytes: int) -> bool:
         """Whether a block of this size may be kept in addition to the kept blocks. Collective if there is no budget."""
         overlap, grid = self.overlap, self._grid
         if overlap.reshard_after_forward is not None:
@@ -179,7 +179,7 @@ class Weights:
                 return True
             self.budget = min(grid.comm.allgather(available_memory() // 4 // grid.local_size))
         budget = (self.budget or 0) if overlap.keep_bytes is None else overlap.keep_bytes
-        return sum(taken for taken, _ in self._kept.values()) + nbytes <= budget
+        return sum(taken for taken, _ in self._cached.values()) + nbytes <= budget
 
 
 class NodeSharedBlock:
@@ -202,8 +202,8 @@ class NodeSharedBlock:
         self._filling: Pending | None = None
         shape = sum(self._counts), spec.local_shape[1]
         with grid.collective_call(SHARED, always=True):
-            whole = self._room(itemsize(spec.dtype) * shape[0] * shape[1])
-        self.block: Array = spec.library.view(whole, shape, spec.dtype)
+            memory = self._room(itemsize(spec.dtype) * shape[0] * shape[1])
+        self.block: Array = spec.library.view(memory, shape, spec.dtype)
 
     def _room(self, nbytes: int) -> Array:
         """Allocate `nbytes` shared bytes on each node. Collective."""
@@ -211,12 +211,12 @@ class NodeSharedBlock:
 
         grid, own = self._grid, part_sizes(nbytes, self._per_node)[self._axis.index % self._per_node]
         if grid.dry_run is None:
-            whole = one_for_each_node(grid, self._axis, nbytes, self._per_node)
+            memory = one_for_each_node(grid, self._axis, nbytes, self._per_node)
         else:
-            whole = self._library.array((nbytes,), "uint8", grid.dry_run.hold(own, "workspace"))
+            memory = self._library.array((nbytes,), "uint8", grid.dry_run.hold(own, "workspace"))
         grid.workspace.allocated += own
         weakref.finalize(self, _less, grid.workspace, own).atexit = False
-        return whole
+        return memory
 
     def fill(self, shard: Array) -> Pending:
         """Begin to fill the block, after a barrier of the node, because ranks may still read the old values.

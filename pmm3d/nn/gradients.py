@@ -44,19 +44,19 @@ class Gradients:
     def add(self, buffer: GradientBuffer, part: Contribution) -> None:
         """Add a contribution to a gradient."""
         buffer.check()
-        found = natural(buffer.of, part)
-        layout, kind, axis = accumulation(found.layout, buffer.spec.layout, self._grid.shape)
+        contribution = natural(buffer.of, part)
+        layout, kind, axis = accumulation(contribution.layout, buffer.spec.layout, self._grid.shape)
         self._sums.flush(buffer)
         self._open[buffer], buffer.is_open = None, True
         to = buffer.open
         out, beta, adds = to.accumulate(layout.sums)
         if kind == "stay" and adds:
             to.wait()
-            _fill(found, out, beta)
+            _fill(contribution, out, beta)
         elif kind == "reduce_scatter" and adds:
-            self._reduce_scatter(to, found, self._grid.axis(axis), out, beta)
+            self._reduce_scatter(to, contribution, self._grid.axis(axis), out, beta)
         else:
-            self._relayout(to, found, layout, beta, adds)
+            self._relayout(to, contribution, layout, beta, adds)
         self._left[buffer] -= 1
         complete = not self._left[buffer] and self._sums_now(buffer) and not {*PRODUCT_AXES} & {*to.sums}
         if self._overlap.buckets and complete:

@@ -96,7 +96,7 @@ class LossScale:
         """
         check_clip(clip)
         self._check(optimizers)
-        norm = norm_of(optimizers[0].whole, sum(optimizer._local_norm_squared() for optimizer in optimizers))
+        norm = norm_of(optimizers[0].parent_grid, sum(optimizer._local_norm_squared() for optimizer in optimizers))
         return self._conclude(optimizers, norm / self.value, clip)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:

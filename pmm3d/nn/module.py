@@ -111,7 +111,7 @@ class Module:
         return made
 
     @property
-    def whole(self) -> Grid:
+    def parent_grid(self) -> Grid:
         """The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`."""
         return self.grid
 
@@ -236,7 +236,7 @@ class Module:
         others = set[str]().union(*of_stages(self, list(named))).difference(named)
         own = {name: value for name, value in state.items() if name not in others}
         with (
-            self.whole.collective_call("load_state_dict", strict),
+            self.parent_grid.collective_call("load_state_dict", strict),
             self.grid.collective_call("load_state_dict", sorted(map(str, own))),
         ):
             check_state(named, own, strict)
@@ -372,13 +372,13 @@ class Module:
     @property
     def size(self) -> int:
         """Number of parameters of the whole network."""
-        found = {
+        parameters = {
             child
             for _, module in self.named_modules()
             for _, child in module.children()
             if isinstance(child, Parameter)
         }
-        return sum(rows * cols for rows, cols in (parameter.shape for parameter in found))
+        return sum(rows * cols for rows, cols in (parameter.shape for parameter in parameters))
 
 
 def entered(layer: Module, x: Tensor, columns: Layout) -> None:

@@ -21,13 +21,13 @@ def gathered(network: Any, name: str) -> Array:
     own = network.matrices()
     stages = of_stages(network, {each: (matrix.shape, matrix.dtype) for each, matrix in own.items()})
     holders = [index for index, held in enumerate(stages) if name in held]
-    with network.whole.collective_call("gather", name, always=True):
+    with network.parent_grid.collective_call("gather", name, always=True):
         if not holders:
             raise Pmm3dError(f"gather: no parameter is named {name!r}{hint(name, set[str]().union(*stages))}")
     array: Any = own[name].gather() if name in own else None
     if len(stages) == 1:
         return array
-    (shape, dtype), pipe = stages[holders[0]][name], network.whole.axis(PIPE)
+    (shape, dtype), pipe = stages[holders[0]][name], network.parent_grid.axis(PIPE)
     if pipe.index != holders[0]:
         array = network.parameters()[0].library.empty((0,), dtype)
     counts = [prod(shape) * (index == holders[0]) for index in range(pipe.size)]

@@ -356,8 +356,8 @@ class Muon(AdamW):
     def _choices(self) -> dict[Parameter, bool]:
         return {each: bool(group["use_muon"]) for group in self.groups for each in group["params"]}
 
-    def _check_parameters(self, found: Sequence[Parameter]) -> None:
-        super()._check_parameters(found)
+    def _check_parameters(self, parameters: Sequence[Parameter]) -> None:
+        super()._check_parameters(parameters)
         for parameter, use_muon in self._choices().items():
             if use_muon and not parameter.is_vector and parameter.dtype.startswith("complex"):
                 raise DTypeError(
@@ -400,33 +400,35 @@ class Muon(AdamW):
             return
         direction = self._direction(parameter, options, factor)
         split = direction.layout != parameter.layout
-        whole = direction.redistribute(parameter.layout) if split else direction
+        matrix = direction.redistribute(parameter.layout) if split else direction
         with self.grid.ledger.passing(self._pass_name):
-            newton_schulz(whole, [tuple(options["ns_coefficients"])] * options["ns_steps"], out=whole)
+            newton_schulz(matrix, [tuple(options["ns_coefficients"])] * options["ns_steps"], out=matrix)
         if split:
-            whole.redistribute(direction.layout, out=direction)
+            matrix.redistribute(direction.layout, out=direction)
         with computing(self.grid, "update", PER_ELEMENT * prod(direction.local.shape)):
             scale = _scale(*parameter.shape, options["adjust_lr_fn"])
             self._apply(parameter, direction.local.reshape(-1), [], options, scale)
 
     def _direction(self, parameter: Parameter, options: Options, factor: float) -> DistMatrix:
         """Add the gradient to the momentum. Return the direction, in work memory."""
-        library, types, keep = parameter.library, parameter.precision, options["momentum"]
+        library, types, decay = parameter.library, parameter.precision, options["momentum"]
         momentum = self._states(parameter, options)["momentum"]
         shape = tuple(momentum.shape)
         gradient = self._gradient(parameter).reshape(shape)
         made = self.grid.workspace.array(shape, types.master, library)
-        fresh = (1 - keep) * factor
+        fresh = (1 - decay) * factor
 
-        def taken(kept: Array, new: Array) -> Array:
-            return keep * kept + fresh * (new if types.gradient == types.master else library.astype(new, types.master))
+        def taken(before: Array, new: Array) -> Array:
+            return decay * before + fresh * (
+                new if types.gradient == types.master else library.astype(new, types.master)
+            )
 
         with computing(self.grid, "update", PER_ELEMENT * prod(shape)):
             by_rows(library, taken, momentum, momentum, gradient, name=self._pass_name)
             if options["nesterov"]:
                 by_rows(library, taken, made, momentum, gradient, name=self._pass_name)
             else:
-                by_rows(library, lambda kept: kept, made, momentum, name=self._pass_name)
+                by_rows(library, lambda same: same, made, momentum, name=self._pass_name)
         return DistMatrix(self.grid, made, parameter.shape, self._layout(parameter))
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:

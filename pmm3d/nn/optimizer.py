@@ -236,12 +236,12 @@ class Optimizer:
             self._check_known(", in a group of parameters", group, ["params", *COMMON, *self.defaults])
             group.update({**self._options_given, **group, "params": list(group.get("params", ()))})
             self.check_options(group)
-        found, had = [each for group in self.groups for each in group["params"]], set(self._parameters)
-        self._check_parameters(found)
-        self._parameters = found
-        self.grid, self.whole = found[0].grid, found[0].whole
+        parameters, had = [each for group in self.groups for each in group["params"]], set(self._parameters)
+        self._check_parameters(parameters)
+        self._parameters = parameters
+        self.grid, self.parent_grid = parameters[0].grid, parameters[0].parent_grid
         self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
-        for parameter in found:
+        for parameter in parameters:
             if parameter not in had:
                 self.steps_without_grad[parameter], buffer = self.steps, parameter.grad_buffer
                 buffer.split_over = "data" if self._splits(parameter) else ""
@@ -252,29 +252,30 @@ class Optimizer:
         if unknown := [f"unknown option {name}{hint(name, known)}" for name in given if name not in known]:
             raise Pmm3dError(f"{type(self).__name__}{where}: {'; '.join(unknown)}")
 
-    def _check_parameters(self, found: Sequence[Parameter]) -> None:
+    def _check_parameters(self, parameters: Sequence[Parameter]) -> None:
         name = type(self).__name__
-        if not found:
+        if not parameters:
             raise Pmm3dError(f"{name} has no parameters: pass net.parameters()")
-        for parameter in found:
+        for parameter in parameters:
             if not isinstance(parameter, Parameter):
                 raise Pmm3dError(
                     f'{name}: parameters, or groups of them ({{"params": [...]}}), are needed; got a '
                     f"{type(parameter).__name__}"
                 )
-        parameter, times = Counter(found).most_common(1)[0]
+        parameter, times = Counter(parameters).most_common(1)[0]
         if times > 1:
             raise Pmm3dError(
                 f"{name}: the parameter {parameter.name} is given {times} times: pass it once, in one group"
             )
-        if lost := [each.name for each in self._parameters if each not in {*found}]:
+        if lost := [each.name for each in self._parameters if each not in {*parameters}]:
             raise Pmm3dError(
                 f"{name}: groups lack {', '.join(lost)}, which they had. To stop the training of a "
                 "parameter, call its requires_grad_(False)"
             )
-        if others := [each.name for each in found if each.grid is not found[0].grid]:
+        if others := [each.name for each in parameters if each.grid is not parameters[0].grid]:
             raise Pmm3dError(
-                f"{name}: {', '.join(others)} is on another Grid than {found[0].name}: make an optimizer for each grid"
+                f"{name}: {', '.join(others)} is on another Grid than {parameters[0].name}: make an optimizer for each "
+                "grid"
             )
 
     def check_options(self, options: Options) -> None:
@@ -352,8 +353,8 @@ class Optimizer:
         parameter.version += 1
         if not self._splits(parameter):
             return []
-        own, whole = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-        return [self.grid.data._all_gather_into(own, whole, parameter.grad_buffer.counts("data"))]
+        own, gathered = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
+        return [self.grid.data._all_gather_into(own, gathered, parameter.grad_buffer.counts("data"))]
 
     def _options(self) -> dict[Parameter, Options]:
         """Options of each parameter in the current step."""
@@ -442,7 +443,7 @@ class Optimizer:
 
     def gradient_norm(self) -> float:
         """2-norm of all gradients of the whole network. Collective: one number from each rank."""
-        return norm_of(self.whole, self._local_norm_squared())
+        return norm_of(self.parent_grid, self._local_norm_squared())
 
     def clip(self, norm: float) -> float:
         """Scale all gradients so that their 2-norm is at most `norm`. Collective: one number from each rank.
@@ -513,8 +514,10 @@ class Optimizer:
                 gradient *= factor
             shard = Shard(weight, gradient.reshape(shape), {**states}, options, parameter, layout)
             self.update_shard(shard)
-            kept = {"weight": shard.weight, **shard.state}
-            if replaced := [name for name, each in {"weight": weight, **states}.items() if kept.get(name) is not each]:
+            before = {"weight": shard.weight, **shard.state}
+            if replaced := [
+                name for name, each in {"weight": weight, **states}.items() if before.get(name) is not each
+            ]:
                 raise Pmm3dError(
                     f"{type(self).__name__}.update_shard: the array {replaced[0]} was replaced, so its change would be "
                     "lost: change it in place, as in array[...] = values"
@@ -610,16 +613,16 @@ class Optimizer:
         Pmm3dError
             Without `paths`, if two parameters have the same name.
         """
-        found, options = dict[str, DistMatrix](), self._options()
+        matrices, options = dict[str, DistMatrix](), self._options()
         for path, parameter in self._by_path(paths).items():
             forms, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
             if parameter.requires_grad or parameter in self._state or _is_stored(path, forms, stored):
                 for name, array in self._states(parameter, options[parameter]).items():
-                    whole, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
-                    found[state_name(path, name)] = DistMatrix(self.grid, array, whole, form)
+                    shape, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
+                    matrices[state_name(path, name)] = DistMatrix(self.grid, array, shape, form)
                 if parameter.precision.has_master:
-                    found[path] = parameter._master_in(layout)
-        return found
+                    matrices[path] = parameter._master_in(layout)
+        return matrices
 
     def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
         """Further facts for a checkpoint, for JSON.

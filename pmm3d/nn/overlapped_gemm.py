@@ -25,9 +25,9 @@ class PendingGradient:
 
     def wait(self) -> Array:
         if self._pending is not None:
-            found, self._pending = self._pending.wait(), None
+            array, self._pending = self._pending.wait(), None
             if self._array is None:
-                self._array = found
+                self._array = array
         return self._array
 
     def add(self, spec: TensorSpec, part: Contribution) -> None:
@@ -38,13 +38,13 @@ class PendingGradient:
 
 def relayout_gradient(spec: TensorSpec, part: Contribution) -> PendingGradient:
     """Begin the relayout of a part that a rule returned, into the layout of the tensor without partial sums."""
-    found, wanted = natural(spec, part), spec.layout.summed
-    if isinstance(found, LazyMatrix):
-        return gemm_then_relayout(spec, found, wanted)
-    if found.layout == wanted:
-        return PendingGradient(found.array)
+    contribution, wanted = natural(spec, part), spec.layout.summed
+    if isinstance(contribution, LazyMatrix):
+        return gemm_then_relayout(spec, contribution, wanted)
+    if contribution.layout == wanted:
+        return PendingGradient(contribution.array)
     with spec.grid.ledger.phase("relayout"):
-        return PendingGradient(None, relayout(spec.grid, found.array, spec.shape, found.layout, wanted))
+        return PendingGradient(None, relayout(spec.grid, contribution.array, spec.shape, contribution.layout, wanted))
 
 
 def gemm_then_relayout(spec: TensorSpec, product: LazyMatrix, wanted: Layout) -> PendingGradient:

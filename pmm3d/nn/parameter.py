@@ -44,7 +44,7 @@ class Parameter(Tensor):
     master : DistMatrix or None
         Weight of higher precision, which optimizers change. The value is the rounded master weight. It is made when
         values with more digits are assigned or loaded, or by the first step of an optimizer.
-    whole : Grid
+    parent_grid : Grid
         The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`.
 
     Raises
@@ -75,7 +75,7 @@ class Parameter(Tensor):
     _rounded: tuple[object, ...] = ()
     """`_written` at the time when the value was last equal to the rounded master weight."""
     grad_buffer: GradientBuffer
-    whole: Grid
+    parent_grid: Grid
 
     def __init__(self, value: DistMatrix, precision: Precision | None = None):
         if value.layout.on(value.grid.shape).sums:
@@ -89,7 +89,7 @@ class Parameter(Tensor):
             raise DTypeError(
                 f"a Parameter of {value.dtype} does not fit a precision that computes in {self.precision.compute}"
             )
-        self.grad_buffer, self.whole = GradientBuffer(TensorSpec.of(value), self.precision), value.grid
+        self.grad_buffer, self.parent_grid = GradientBuffer(TensorSpec.of(value), self.precision), value.grid
         super().__init__(value, requires_grad=True)
 
     @property
@@ -311,7 +311,7 @@ class ParameterCollector(AbstractContextManager["ParameterCollector"]):
 
 def of_stages(part: Any, own: Own) -> list[Own]:
     """Gather a value of each stage of a Module or an optimizer. own: value of this rank's stage. Collective."""
-    if part.whole is part.grid:
+    if part.parent_grid is part.grid:
         return [own]
-    passed = part.whole.comm.allgather(own if part.grid.rank == 0 else None)
+    passed = part.parent_grid.comm.allgather(own if part.grid.rank == 0 else None)
     return [each for each in passed if each is not None]

@@ -104,10 +104,10 @@ class Precision:
         """
         if precision is None:
             return cls.named(dtype)
-        found = precision if isinstance(precision, Precision) else cls.named(precision)
-        if dtype not in ("float32", found.compute):
-            raise DTypeError(f"dtype is {dtype} and precision computes in {found.compute}: give one of them")
-        return found
+        chosen = precision if isinstance(precision, Precision) else cls.named(precision)
+        if dtype not in ("float32", chosen.compute):
+            raise DTypeError(f"dtype is {dtype} and precision computes in {chosen.compute}: give one of them")
+        return chosen
 
     @property
     def has_master(self) -> bool:

@@ -107,8 +107,8 @@ class Recompute(Module):
             again = self._again(values, options, mode, frozen, passed[:count])
             return [again.get(edge) for edge in outer]
 
-        keep = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
-        results = results_of([out.value for out in outs], outer, rule, keep=keep)
+        saved = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
+        results = results_of([out.value for out in outs], outer, rule, keep=saved)
         if results[0].node is not None:
             results[0].node.leaves = noted
         return tuple(results) if isinstance(made, tuple) else results[0]

@@ -51,8 +51,8 @@ def accuracy(logits: Tensor, labels: Matrix) -> float:
 
 def right_rows(logits: Tensor, labels: Matrix) -> int:
     """Number of this rank's rows whose largest logit is the label's. The logits have no partial sums."""
-    wanted, found = labels_of(logits, labels), _first_largest(logits)
-    return 0 if wanted is None else int(np.count_nonzero(found == wanted))
+    wanted, predicted = labels_of(logits, labels), _first_largest(logits)
+    return 0 if wanted is None else int(np.count_nonzero(predicted == wanted))
 
 
 def _first_largest(logits: Tensor) -> np.ndarray:

@@ -112,11 +112,11 @@ def merged(xp: ModuleType, sizes: Array, total: float, means: Array, squares: Ar
 
 def _column(spec: TensorSpec, counts: tuple[int, ...]) -> Array:
     """Convert numbers to a column. It is cached, because a copy to a device waits for the device."""
-    kept = spec.grid.attached.setdefault(_column, {})
+    cached = spec.grid.attached.setdefault(_column, {})
     key = spec.library, spec.dtype, counts
-    if key not in kept:
-        kept[key] = spec.library.from_numpy(np.asarray(counts)[:, None], spec.dtype)
-    return kept[key]
+    if key not in cached:
+        cached[key] = spec.library.from_numpy(np.asarray(counts)[:, None], spec.dtype)
+    return cached[key]
 
 
 def as_column_or_row(numbers: Array, dim: int) -> Array:

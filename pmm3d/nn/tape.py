@@ -157,18 +157,18 @@ class Node:
     operands, because garbage collection on one rank must not change which gradients are summed.
     """
 
-    __slots__ = ("__weakref__", "_fetched", "kept", "leaf", "leaves", "number", "parents", "rule", "specs")
+    __slots__ = ("__weakref__", "_fetched", "leaf", "leaves", "number", "parents", "rule", "saved", "specs")
 
     def __init__(
         self,
         *specs: TensorSpec,
         parents: Sequence[Edge | None] = (),
         rule: Rule | None = None,
-        kept: Sequence[Saved] = (),
+        saved: Sequence[Saved] = (),
         leaf: Leaf | None = None,
         frozen: Sequence[Leaf] = (),
     ):
-        self.specs, self.parents, self.rule, self.kept = specs, parents, rule, kept
+        self.specs, self.parents, self.rule, self.saved = specs, parents, rule, saved
         self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(specs[0].grid).numbers)
         self._fetched: list[Any] | None = None
         leaves = [*(edge.leaf for edge in parents if edge is not None), *frozen]
@@ -181,7 +181,7 @@ class Node:
             return USED
         if any(leaf._written != written for leaf, written in self.leaves):
             return CHANGED
-        return next(filter(None, (saved.problem for saved in self.kept)), "")
+        return next(filter(None, (saved.problem for saved in self.saved)), "")
 
     @property
     def used(self) -> bool:
@@ -191,7 +191,7 @@ class Node:
     def fetch(self) -> None:
         """Start to unpack the saved arrays."""
         if self._fetched is None:
-            self._fetched = [saved.unpack(saved.packed) for saved in self.kept]
+            self._fetched = [saved.unpack(saved.packed) for saved in self.saved]
 
     def release(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Contribution]]]:
         """Return the parents, and the rule bound to the saved arrays. Release the node's references to them.
@@ -200,11 +200,11 @@ class Node:
         """
         self.fetch()
         parents, rule, fetched = self.parents, self.rule, self._fetched or ()
-        self.parents, self.rule, self.kept, self._fetched = (), None, (), None
+        self.parents, self.rule, self.saved, self._fetched = (), None, (), None
         if rule is None:
             raise Pmm3dError(USED)
-        kept = [array.wait() if hasattr(array, "wait") else array for array in fetched]
-        return parents, lambda *gradients: rule(*gradients, *kept)
+        arrays = [array.wait() if hasattr(array, "wait") else array for array in fetched]
+        return parents, lambda *gradients: rule(*gradients, *arrays)
 
 
 USED = (
@@ -228,13 +228,13 @@ OVERWRITTEN = (
 def reachable(*last: Node) -> Iterator[Node]:
     """Yield the nodes and all nodes that they depend on, each one once."""
     waiting = list(dict.fromkeys(last))
-    found = {node.number for node in waiting}
+    seen = {node.number for node in waiting}
     while waiting:
         node = waiting.pop()
         yield node
         for parent, _ in filter(None, node.parents):
-            if parent.number not in found:
-                found.add(parent.number)
+            if parent.number not in seen:
+                seen.add(parent.number)
                 waiting.append(parent)
 
 
@@ -243,7 +243,7 @@ def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], lis
 
     External operands are results of older nodes and leaves. Each result is listed once, a leaf once for each use.
     """
-    found, noted, seen = list[Edge](), list[Noted](), set[int]()
+    edges, noted, seen = list[Edge](), list[Noted](), set[int]()
     waiting: list[Edge | None] = list(results)
     while waiting:
         edge = waiting.pop()
@@ -251,25 +251,25 @@ def outside(results: Iterable[Edge | None], first: int) -> tuple[list[Edge], lis
             continue
         node = edge.node
         if node.number < first or node.leaf is not None:
-            if node.leaf is not None or edge not in found:
-                found.append(edge)
+            if node.leaf is not None or edge not in edges:
+                edges.append(edge)
         elif node.number not in seen:
             seen.add(node.number)
             noted += node.leaves
             waiting += node.parents
-    return found, noted
+    return edges, noted
 
 
 def uses(*last: Node) -> tuple[Counter[Leaf], str]:
     """Return the number of contributions to each leaf in a backward pass, and the `Node.problem` that prevents it."""
-    found, problem = Counter[Leaf](), ""
+    counts, problem = Counter[Leaf](), ""
     for node in reachable(*last):
         problem = problem or node.problem
         for edge in [Edge(node, 0)] if node in last and node.leaf else node.parents:
             leaf = None if edge is None else edge.leaf
             if leaf is not None:
-                found[leaf] += 1
-    return found, problem
+                counts[leaf] += 1
+    return counts, problem
 
 
 def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge, PendingGradient]:

@@ -153,11 +153,11 @@ class Tensor(Uncompared):
     def _pack(self, name: str) -> Saved:
         """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
         written = self._written
-        found = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
-        if found is None:
-            found = Saved(self.tape, name, self.shard)
-            self._saved = ref(found), written
-        return found
+        saved = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
+        if saved is None:
+            saved = Saved(self.tape, name, self.shard)
+            self._saved = ref(saved), written
+        return saved
 
     def from_op(
         self,
@@ -275,8 +275,8 @@ class Tensor(Uncompared):
 
     def kept(self) -> list[Array]:
         """Arrays that the tape keeps for a backward pass from this tensor, as `Tape.pack` returned them, each once."""
-        kept = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.kept]
-        return list({id(packed): packed for packed in kept}.values())
+        saved_arrays = [saved.packed for node in (reachable(self.node) if self.node else ()) for saved in node.saved]
+        return list({id(packed): packed for packed in saved_arrays}.values())
 
     def _receive(self, part: Contribution) -> None:
         """Add a part of the gradient."""
@@ -373,7 +373,7 @@ def results_of(
 
 
 def _noted(
-    results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule: Rule, keep: Mapping[str, Tensor | Array]
+    results: list[Tensor], parents: Sequence[Tensor | Edge | None], rule: Rule, arrays: Mapping[str, Tensor | Array]
 ) -> list[Tensor]:
     """Put the results on the tape if a gradient is needed."""
     tape, grid = results[0].tape, results[0].grid
@@ -390,12 +390,12 @@ def _noted(
             for parent in parents
             if isinstance(parent, Tensor) and parent.node is None and parent.grad_buffer is not None
         ]
-        kept = [_saved(name, each, results) for name, each in keep.items()] if tape.keeping else ()
+        saved = [_saved(name, each, results) for name, each in arrays.items()] if tape.keeping else ()
         node = Node(
             *[result.spec for result in results],
             parents=edges,
             rule=rule if tape.keeping else None,
-            kept=kept,
+            saved=saved,
             frozen=frozen,
         )
         for output, result in enumerate(results):
@@ -403,10 +403,10 @@ def _noted(
     return results
 
 
-def _saved(name: str, kept: Tensor | Array, results: Sequence[Tensor]) -> Saved:
+def _saved(name: str, array: Tensor | Array, results: Sequence[Tensor]) -> Saved:
     """Pack an array that the tape keeps. The shard of a tensor is packed once."""
-    owners = [kept] if isinstance(kept, Tensor) else [each for each in results if each._value.local is kept]
-    return owners[0]._pack(name) if owners else Saved(results[0].tape, name, kept)
+    owners = [array] if isinstance(array, Tensor) else [each for each in results if each._value.local is array]
+    return owners[0]._pack(name) if owners else Saved(results[0].tape, name, array)
 
 
 def as_tensor(value: Tensor | DistMatrix) -> Tensor:

@@ -14,7 +14,7 @@ from ..layout import FIRST, Box, Coords, Layout
 from ..layout.layout import layout_of
 from ..nn.compute import TensorSpec
 from ..nn.dense import OTHER, linear, weight_layout
-from ..nn.functional import fill_kept, layer_norm
+from ..nn.functional import fill_mask, layer_norm
 from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
@@ -419,7 +419,7 @@ class Dropout3D(OnGrid):
         cols = () if self.axis is None else (self.axis,)
         parent_shape = rows * BackwardPasses.of(grid).partners, columns * grid.shape.along(cols)
         mask = x.new_empty((rows, columns), dtype=torch.uint8)
-        fill_kept(
+        fill_mask(
             mask, layout_of(ROWS, cols).box(parent_shape, grid.shape, grid.coords), parent_shape[1], self.p, seed, 0
         )
         return (x * mask.view(x.shape)).mul_(1 / (1 - self.p))

@@ -273,7 +273,7 @@ class _Operation(torch.autograd.Function):
         node = out.node
         if node is not None:
             ctx.call, ctx.rule, ctx.spec, ctx.shape = call, node.rule, operand.spec, x.shape
-            ctx.save_for_backward(*tensors, *(saved.packed for saved in node.kept))
+            ctx.save_for_backward(*tensors, *(saved.packed for saved in node.saved))
         made: torch.Tensor = out.shard
         return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view: callers may change it in place
 

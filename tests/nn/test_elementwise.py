@@ -15,7 +15,7 @@ from pmm3d.arrays import NumpyLibrary, library_named, random
 from pmm3d.layout import Box
 from pmm3d.nn.compute import TensorSpec
 from pmm3d.nn.elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Elementwise, map_elementwise
-from pmm3d.nn.functional import fill_kept
+from pmm3d.nn.functional import fill_mask
 
 FUNCTIONS = {"relu": RELU, "tanh": TANH, "sigmoid": SIGMOID, "silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -179,6 +179,6 @@ def test_a_library_keeps_what_numpy_keeps(monkeypatch, library, box, columns, p)
     monkeypatch.setattr(random, "DEVICE_ELEMENTS", 100)
     host, there = np.empty(box.shape, "uint8"), to_library(np.empty(box.shape, "uint8"), library)
     for mask in (host, there):
-        fill_kept(mask, box, columns, p, seed=-5, stream=3)
+        fill_mask(mask, box, columns, p, seed=-5, stream=3)
     assert np.array_equal(to_numpy(there, library), host)
     assert host.size < 1000 or abs(host.mean() - (1 - p)) < 0.05

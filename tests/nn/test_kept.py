@@ -66,7 +66,7 @@ def test_rules_refer_to_no_array_but_what_is_kept(grid, options):
     weight = net.parameters()[0]
     loss = loss_of(net, CLASSES, *batch_of(CLASSES, 0)) + nn.mse(nn.tanh(weight) * 2, weight)
     nodes = [node for node in reachable(loss.node) if node.rule is not None]
-    assert len(nodes) > 5 and any(node.kept for node in nodes)
+    assert len(nodes) > 5 and any(node.saved for node in nodes)
     assert not [array for node in nodes for array in arrays_within(node.rule, set())]
 
 

@@ -279,7 +279,10 @@ def test_a_configuration_spares_embeddings_positions_the_last_layer_and_vectors(
             (nn.Pipeline(pipe, make), blocks),
             (nn.MLP(grid, [4, 8, 8, 2]), {"0.weight", "2.weight"}),
         ):
-            named, options = net.named_parameters(), make_optimizer(config, net, Own.of(config, net.whole))._options()
+            named, options = (
+                net.named_parameters(),
+                make_optimizer(config, net, Own.of(config, net.parent_grid))._options(),
+            )
             assert {name for name, each in named.items() if options[each]["use_muon"]} == wanted & {*named}
 
 

@@ -16,11 +16,11 @@ TRIES = 8
 
 class Cost(NamedTuple):
     """Cost of a layer. flop: of the forward pass of a micro-batch. weights: bytes of weights, gradients and AdamW's
-    state. kept: bytes of a micro-batch that the layer keeps for the backward pass."""
+    state. saved: bytes of a micro-batch that the layer saves for the backward pass."""
 
     flop: float
     weights: int
-    kept: int
+    saved: int
 
 
 def cut_by_cost(
@@ -38,7 +38,7 @@ def cut_by_cost(
 
     def stage_bytes(stage: int, begin: int, end: int) -> float:
         return sum(each.weights for each in costs[begin:end]) + max(live[rank] for rank in ranks[stage]) * sum(
-            each.kept for each in costs[begin:end]
+            each.saved for each in costs[begin:end]
         )
 
     def of_ranks(counts: Sequence[int]) -> list[float]:
@@ -51,7 +51,7 @@ def cut_by_cost(
                 if rank in ranks[stage]
             ]
             held[rank] = sum(each.weights for stage in own for each in stage) + live[rank] * max(
-                sum(each.kept for each in stage) for stage in own
+                sum(each.saved for each in stage) for stage in own
             )
         return held
 
@@ -82,14 +82,14 @@ def _least(layers: int, stages: int, cost: Callable[[int, int, int], float]) -> 
     """Cut that minimizes the largest cost of a stage, or None if each cut has an infinite cost."""
     best, origins = [0.0, *[inf] * layers], list[list[int]]()
     for stage in range(stages):
-        found, origin = [inf] * (layers + 1), [0] * (layers + 1)
+        extended, origin = [inf] * (layers + 1), [0] * (layers + 1)
         for end in range(stage + 1, layers + 1):
             for begin in range(stage, end):
-                if best[begin] < found[end]:
+                if best[begin] < extended[end]:
                     value = max(best[begin], cost(stage, begin, end))
-                    if value < found[end]:
-                        found[end], origin[end] = value, begin
-        best = found
+                    if value < extended[end]:
+                        extended[end], origin[end] = value, begin
+        best = extended
         origins.append(origin)
     if best[layers] == inf:
         return None

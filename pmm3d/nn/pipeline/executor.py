@@ -164,9 +164,9 @@ class Executor:
             outputs = (result,)
         else:
             values, expected = [output.value for output in outputs], self._network._incoming(stage + 1, x)
-            if (found := tuple(map(Facts.of, values))) != expected:
+            if (facts := tuple(map(Facts.of, values))) != expected:
                 raise PipelineError(
-                    f"stage {stage} returned {_in_words(found)} for micro-batch {micro}, but stage "
+                    f"stage {stage} returned {_in_words(facts)} for micro-batch {micro}, but stage "
                     f"{stage + 1} expects {_in_words(expected)}, the result of a dry run. The shape of "
                     "a layer's result must not depend on values or on the number of the call"
                 )

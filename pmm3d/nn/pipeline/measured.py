@@ -51,15 +51,15 @@ def time_lines(actions: Sequence[Sequence[Acted]]) -> tuple[TimeLine, TimeLine]:
 
 def mean_times(lines: Sequence[Sequence[Timed]]) -> Times:
     """Mean time of each kind of action on each stage. `weight` is 0 for a stage that has only whole backward passes."""
-    found = defaultdict[tuple[str, int], list[float]](list)
+    seconds = defaultdict[tuple[str, int], list[float]](list)
     for timed in (timed for line in lines for timed in line):
-        found[timed.action.kind, timed.action.stage].append(timed.end - timed.start)
+        seconds[timed.action.kind, timed.action.stage].append(timed.end - timed.start)
 
     def means(*kinds: str) -> list[float]:
         """Mean time for each stage, of the first of these kinds that occurs on the stage."""
         return [
-            next((fmean(found[kind, stage]) for kind in kinds if (kind, stage) in found), 0.0)
-            for stage in range(1 + max((stage for _, stage in found), default=-1))
+            next((fmean(seconds[kind, stage]) for kind in kinds if (kind, stage) in seconds), 0.0)
+            for stage in range(1 + max((stage for _, stage in seconds), default=-1))
         ]
 
     return Times(means("F"), means("I", "B"), means("W"))
@@ -95,8 +95,8 @@ def simulated_events(grid: Grid) -> list[dict[str, Any]]:
     """
     if grid.shape.stages == 1:
         return []
-    found = grid.comm.allgather(grid.ledger.actions)
-    lines = [found[rank] for rank in grid.axis(PIPE).ranks]
+    of_ranks = grid.comm.allgather(grid.ledger.actions)
+    lines = [of_ranks[rank] for rank in grid.axis(PIPE).ranks]
     try:
         _, simulated = time_lines(lines)
     except PipelineError:

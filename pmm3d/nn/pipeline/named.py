@@ -59,9 +59,9 @@ def schedule_of(
         raise PipelineError(f"the schedule {name} needs the number of ranks and the number of micro-batches: give both")
     else:
         table = _by_name(name, ranks, micro_batches, times, limit)
-    for what, found, asked in (("rank", table.ranks, ranks), ("micro-batch", table.micro_batches, micro_batches)):
-        if asked is not None and found != asked:
-            raise PipelineError(f"{name} is a table of {counted(found, what)}, but {asked} were requested")
+    for what, contained, asked in (("rank", table.ranks, ranks), ("micro-batch", table.micro_batches, micro_batches)):
+        if asked is not None and contained != asked:
+            raise PipelineError(f"{name} is a table of {counted(contained, what)}, but {asked} were requested")
     return table
 
 

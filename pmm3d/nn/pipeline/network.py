@@ -37,12 +37,12 @@ REMEMBERED = 64
 
 class Arrived(NamedTuple):
     """Inputs of a layer in a dry forward pass, and costs of all earlier layers: calls of layers with random numbers,
-    operations of GEMMs, and bytes kept for the backward pass."""
+    operations of GEMMs, and bytes saved for the backward pass."""
 
     tensors: tuple[Facts, ...]
     calls: dict[Module, int]
     flop: float
-    kept: int
+    saved: int
 
 
 class Pipeline(Module):
@@ -69,7 +69,7 @@ class Pipeline(Module):
 
     Attributes
     ----------
-    whole, grid : Grid
+    parent_grid, grid : Grid
         The whole grid, and the grid of this rank's stage.
     index, depth : int
         Index of this rank along "pipe", and number of stages that a micro-batch passes through.
@@ -120,7 +120,7 @@ class Pipeline(Module):
         memory: float | None = None,
     ):
         check_grid("Pipeline", grid)
-        self._whole, self.grid, self._schedule = grid, grid.stage, schedule
+        self._parent_grid, self.grid, self._schedule = grid, grid.stage, schedule
         self._tables, self._passes = dict[int, PipelineSchedule](), dict[tuple[Facts, ...], list[Arrived]]()
         self.index = self.pipe.index if self.ranks > 1 else 0
         inputs = None if like is None else Facts.of(like)
@@ -165,7 +165,7 @@ class Pipeline(Module):
         self._again: dict[int, set[Parameter]] = {stage: set() for stage in own}
         """Stage -> tied weights that an earlier stage of this rank also holds."""
         for name, parameter in self.named_parameters().items():
-            stages, parameter.whole = self.tied.get(name, ()), grid
+            stages, parameter.parent_grid = self.tied.get(name, ()), grid
             parameter.in_norm = not stages or self.rank_of[stages[0]] == self.index
             for stage in [each for each in stages if each in self.stages][1:]:
                 self._again[stage].add(parameter)
@@ -177,18 +177,18 @@ class Pipeline(Module):
         }
 
     @property
-    def whole(self) -> Grid:
-        return self._whole
+    def parent_grid(self) -> Grid:
+        return self._parent_grid
 
     @property
     def ranks(self) -> int:
         """Number of ranks along the axis "pipe"."""
-        return self.whole.shape.stages
+        return self.parent_grid.shape.stages
 
     @property
     def pipe(self) -> Axis:
         """The axis "pipe"."""
-        return self.whole.axis(PIPE)
+        return self.parent_grid.axis(PIPE)
 
     @property
     def size(self) -> int:
@@ -212,10 +212,10 @@ class Pipeline(Module):
         self.dry.set_random_state(state)
 
     def settle(self, features: int, dtype: str | None = None, library: Library | None = None) -> Any:
-        found = self.dry.settle(features, dtype, library)
+        settled = self.dry.settle(features, dtype, library)
         self._passes.clear()
         self._move_as(self.dry)
-        return found
+        return settled
 
     def table(self, micro_batches: int) -> PipelineSchedule:
         """Return the table of a step of this many micro-batches, with messages.
@@ -284,7 +284,7 @@ class Pipeline(Module):
                 Cost(
                     arrived[end].flop - arrived[begin].flop,
                     adamw_bytes(layers[begin:end]),
-                    arrived[end].kept - arrived[begin].kept,
+                    arrived[end].saved - arrived[begin].saved,
                 )
                 for begin, end in pairwise(ends)
             ]
@@ -301,11 +301,11 @@ class Pipeline(Module):
         held = {
             stage: {*parameters_of(self.dry.layers[place] for place in self._places(stage))} for stage in self.rank_of
         }
-        found = {
+        stages_of = {
             name: tuple(stage for stage in self.rank_of if parameter in held[stage])
             for name, parameter in self.dry.named_parameters().items()
         }
-        return {name: stages for name, stages in found.items() if len(stages) > 1}
+        return {name: stages for name, stages in stages_of.items() if len(stages) > 1}
 
     @contextmanager
     def _separate_tied_gradients(self, stage: int) -> Iterator[None]:
@@ -363,7 +363,7 @@ class Pipeline(Module):
     def _arriving(self, inputs: tuple[Facts, ...]) -> list[Arrived]:
         """Inputs of each layer, and outputs of the network, from a cached forward pass without data."""
         if inputs not in self._passes:
-            grid, found = self.dry.grid, list[Arrived]()
+            grid, arrived = self.dry.grid, list[Arrived]()
             values = tuple(as_tensor(facts.on(grid)) for facts in inputs)
             before, run = self.random_state(), grid.dry_run
             random = {module: module.calls for _, module in self.dry.named_modules() if hasattr(module, "calls")}
@@ -372,13 +372,13 @@ class Pipeline(Module):
                 calls = {module: module.calls - first for module, first in random.items()}
                 flop = sum(2.0 * each.m * each.n * each.k for each in run.actions if each.what == "gemm")
                 facts = tuple(Facts.of(summed(value)) for value in values)
-                found.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
+                arrived.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
                 values = values if layer is None else as_tuple(layer(*values))
             self.set_random_state(before)
             run.actions.clear()
             if len(self._passes) == REMEMBERED:
                 self._passes.clear()
-            self._passes[inputs] = found
+            self._passes[inputs] = arrived
         return self._passes[inputs]
 
     def export(self, path: StrPath, names: str | None = None) -> None:
@@ -429,9 +429,9 @@ class Pipeline(Module):
         for kind in dict.fromkeys(each.library for each in facts if self.ranks > 1):
             self.pipe.choose_transport(self.grid.library(kind))
         if self.index in others:
-            found = [each.on(self.grid) for each in facts]
+            matrices = [each.on(self.grid) for each in facts]
             return tuple(
-                Tensor(matrix, pending=self.pipe.receive(matrix.local, source, agreed=True)) for matrix in found
+                Tensor(matrix, pending=self.pipe.receive(matrix.local, source, agreed=True)) for matrix in matrices
             )
         for value in values if self.index == source else ():
             for target in others:

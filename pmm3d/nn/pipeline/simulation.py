@@ -103,8 +103,8 @@ class TimeLine:
             parts = [part for timed in line for part in timed.action.each]
             held = most = sum(of_stage(weights, stage) for stage in {part.stage for part in parts})
             for part in parts:
-                whole, rest = of_stage(activations, part.stage), of_stage(kept, part.stage)
-                held += {"F": whole, "I": rest - whole, "W": -rest, "B": -whole}[part.kind]
+                until_input, rest = of_stage(activations, part.stage), of_stage(kept, part.stage)
+                held += {"F": until_input, "I": rest - until_input, "W": -rest, "B": -until_input}[part.kind]
                 most = max(most, held)
             return most
 
@@ -161,5 +161,5 @@ def simulate(table: PipelineSchedule, times: Times = Times()) -> TimeLine:
         number |= dict.fromkeys(map(key_of, action.each), len(tasks))
         lines[rank].append((len(tasks), action))
         tasks.append(Task("action", f"rank {rank}", times.of(action), tuple(after)))
-    found = replay(tasks)
-    return TimeLine.of([Timed(found.begun[at], found.ended[at], action) for at, action in line] for line in lines)
+    replayed = replay(tasks)
+    return TimeLine.of([Timed(replayed.begun[at], replayed.ended[at], action) for at, action in line] for line in lines)

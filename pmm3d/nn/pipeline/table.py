@@ -74,10 +74,10 @@ class PipelineAction(NamedTuple):
     @classmethod
     def read(cls, text: str) -> PipelineAction:
         """Action of a text such as "2F0" or "(0F7;7B3)OVERLAP_F_B". Raises PipelineError for other texts."""
-        if found := _PAIR.fullmatch(text):
-            return cls.both(*map(cls.read, found.groups()))
-        if found := _ONE.fullmatch(text):
-            return cls(found[2], int(found[1]), int(found[3]))
+        if match := _PAIR.fullmatch(text):
+            return cls.both(*map(cls.read, match.groups()))
+        if match := _ONE.fullmatch(text):
+            return cls(match[2], int(match[1]), int(match[3]))
         raise PipelineError(
             f"{text!r} is not an action. Write stage, kind and micro-batch, such as 2F0, 2I0, 2W0, 2B0 "
             f"or (0F7;7B3){TOGETHER}"
@@ -236,14 +236,14 @@ class PipelineSchedule:
     @cached_property
     def _messages(self) -> dict[PipelineAction, Message]:
         """Send or receive -> message."""
-        found, numbers = dict[PipelineAction, Message](), Counter[tuple[int, int]]()
+        messages, numbers = dict[PipelineAction, Message](), Counter[tuple[int, int]]()
         for source, _, action in self.each():
             if action.kind.startswith("SEND"):
                 other = action.stage + (1 if action.kind == "SEND_F" else -1)
                 receive, target = PipelineAction(f"RECV_{action.kind[-1]}", other, action.micro), self.stages[other]
-                found[action] = found[receive] = Message(source, target, numbers[source, target], receive)
+                messages[action] = messages[receive] = Message(source, target, numbers[source, target], receive)
                 numbers[source, target] += 1
-        return found
+        return messages
 
     def _needed(self, action: PipelineAction) -> list[Key]:
         """Keys of the actions, on any rank, whose results an action needs."""
@@ -355,7 +355,7 @@ def _check_stages(table: PipelineSchedule) -> None:
 
 def in_order(table: PipelineSchedule) -> list[tuple[int, PipelineAction]]:
     """(rank, action) in an order in which the actions can be executed. Actions that would wait forever are left out."""
-    found, done, places, waiting = (
+    ordered, done, places, waiting = (
         list[tuple[int, PipelineAction]](),
         set[Key](),
         [0] * table.ranks,
@@ -366,12 +366,12 @@ def in_order(table: PipelineSchedule) -> list[tuple[int, PipelineAction]]:
         for action in table.actions[rank][places[rank] :]:
             if any(key not in done for part in action.each for key in table._needed(part)):
                 break
-            found.append((rank, action))
+            ordered.append((rank, action))
             places[rank] += 1
             for part in action.each:
                 done.add(key_of(part))
                 waiting |= {table.stages.get(part.stage + step, rank) for step in (-1, 1)} - {rank}
-    return found
+    return ordered
 
 
 def _in_words(key: Key) -> str:

@@ -76,10 +76,10 @@ def fill_bubbles(
 
     chosen = {rank: next_of(rank) for rank in range(len(stages))}
     for _ in range(3 * len(rank_of) * micro_batches):
-        found = [(first, rank) for rank, first in chosen.items() if first is not None]
-        if not found:
+        ready = [(first, rank) for rank, first in chosen.items() if first is not None]
+        if not ready:
             return None
-        (start, _, negative, kind), rank = min(found)
+        (start, _, negative, kind), rank = min(ready)
         stage = -negative
         action = PipelineAction(kind, stage, counts[kind, stage])
         counts[kind, stage] += 1
@@ -99,12 +99,12 @@ def checked_limit(name: str, limit: float) -> float:
 
 def best_of(name: str, tables: Iterable[PipelineSchedule | None], times: Times) -> PipelineSchedule:
     """The first table with the smallest `cost`."""
-    found = [table for table in tables if table is not None]
-    if not found:
+    made = [table for table in tables if table is not None]
+    if not made:
         raise PipelineError(
             f"{name}: no schedule was found within this limit of memory. Allow more memory, or use fewer ranks"
         )
-    return min(found, key=lambda table: simulate(table, times).cost)
+    return min(made, key=lambda table: simulate(table, times).cost)
 
 
 def zb_1p(ranks: int, micro_batches: int, times: Times = Times(), limit: float | None = None) -> PipelineSchedule:

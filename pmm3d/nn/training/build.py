@@ -111,10 +111,10 @@ def _fullest(grid: GridSection) -> int:
         table = schedule_of(grid.schedule or "1f1b", grid.pipe, micro_batches)
         return simulate(table).peak_bytes(10, 4)
 
-    whole, number = held(grid.micro_batches), 1
+    of_all, number = held(grid.micro_batches), 1
     while number < grid.micro_batches:
         with suppress(PipelineError):  # dualpipe needs at least 2 a rank
-            if held(number) == whole:
+            if held(number) == of_all:
                 return number
         number *= 2
     return grid.micro_batches
@@ -142,7 +142,7 @@ def _predict_memory(config: Config, grid: Grid, samples: SampleSizes, own: Own) 
 def _check_tables(network: Pipeline, loader: Loader) -> None:
     """Raises PipelineError, on every rank, if the schedule refuses the number of micro-batches of a batch, or of the
     last batch of an epoch. Collective."""
-    with network.whole.collective_call("training"):
+    with network.parent_grid.collective_call("training"):
         first, last = (loader.rows(batch) for batch in (0, len(loader) - 1))
         network.table(len(first))
         try:
@@ -165,7 +165,7 @@ def _trainer(
     samples: Samples,
     auto: Choice | None,
 ) -> Trainer:
-    section, grid = config.training, network.whole
+    section, grid = config.training, network.parent_grid
     optimizer = make_optimizer(config, network, own)
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))

@@ -77,8 +77,8 @@ def _explained(problem: Any, model: type[BaseModel], values: Mapping[str, Any]) 
         return (
             f"{key} = {_shown(values[key])}: it is a section, [{key}], with the keys {', '.join(k.name for k in known)}"
         )
-    found = next(each for each in known if each.name == path[1])
-    needed = (kind == "value_error" and own) or f"needed is {found.values}"
+    field = next(each for each in known if each.name == path[1])
+    needed = (kind == "value_error" and own) or f"needed is {field.values}"
     return f"{path[0]}.{path[1]} = {_shown(values[path[0]], path[1])}: {needed}"
 
 
@@ -126,5 +126,5 @@ def _values(facts: dict[str, Any]) -> str:
     kinds = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
     kind = "a path" if facts.get("format") == "path" else kinds[facts["type"]]
     bounds = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "up to", "exclusiveMaximum": "below"}
-    found = [f"{words} {facts[name]:g}" for name, words in bounds.items() if name in facts and facts[name] < WIDEST]
-    return " ".join([kind, " and ".join(found)]).strip()
+    limits = [f"{words} {facts[name]:g}" for name, words in bounds.items() if name in facts and facts[name] < WIDEST]
+    return " ".join([kind, " and ".join(limits)]).strip()

@@ -84,7 +84,7 @@ class Evaluation:
         """Add a batch, from the output of the network."""
         grid, rows, out = self._network.grid, out.shape[0], summed(out)
         for name, metric in self._metrics.items():
-            with self._network.whole.collective_call("evaluate", name, always=True):
+            with self._network.parent_grid.collective_call("evaluate", name, always=True):
                 try:
                     value = number_of(metric(out, y))
                 except TypeError as error:
@@ -186,19 +186,19 @@ def first_non_finite(network: Module, inputs: Sequence[DistMatrix]) -> str:
 
     def first() -> str:
         """Return the first wrong part of the network, over all stages; "" if there is none."""
-        everyones = [each[0] for each in network.whole.comm.allgather(wrong) if each]
+        everyones = [each[0] for each in network.parent_grid.comm.allgather(wrong) if each]
         return min(everyones, key=lambda each: (len(each[0].partition(".")[0]), each[0]), default=("", ""))[1]
 
     for name, parameter in network.named_parameters().items():
         if not wrong and not finite(parameter):
             wrong.append((name, name))
-    if found := first():
-        return f"The parameter {found} is not finite."
+    if where := first():
+        return f"The parameter {where} is not finite."
     for x in inputs:
         if not finite(x):
             return "The input is not finite."
         with Tape.of(grid).set(inspect=look), network.evaluating():
             network(x)
-        if found := first():
-            return f"The output of {found} is not finite."
+        if where := first():
+            return f"The output of {where} is not finite."
     return "All layers' outputs are finite: the loss or the gradient itself is not."

@@ -123,19 +123,20 @@ def _targets(run: Trainer, config: Config) -> str:
     """Return a line about the targets."""
     from .samples import SAMPLES
 
-    found, section = run.settings[SAMPLES], config.data
+    samples, section = run.settings[SAMPLES], config.data
     if section.sequence is not None:
-        return f"tokens {section.inputs!r}: a vocabulary of {found['outputs']}, sequences of {section.sequence}"
+        return f"tokens {section.inputs!r}: a vocabulary of {samples['outputs']}, sequences of {section.sequence}"
     if run.loader.data.classes is None:
-        names = f" ({names_in_words(map(repr, found['target_names']))})" if found["target_names"] else ""
+        names = f" ({names_in_words(map(repr, samples['target_names']))})" if samples["target_names"] else ""
         scaled = ". Samples and targets are standardised, also in the loss" if run.loader.scaling else ""
         return (
-            f"targets {section.targets!r}: {found['outputs']} values a row{names}, by the loss {found['loss']}{scaled}"
+            f"targets {section.targets!r}: {samples['outputs']} values a row{names}, by the loss "
+            f"{samples['loss']}{scaled}"
         )
-    classes = f"targets {config.data.targets!r}: labels of {counted(found['outputs'], 'class')}"
-    if found["class_names"]:
+    classes = f"targets {config.data.targets!r}: labels of {counted(samples['outputs'], 'class')}"
+    if samples["class_names"]:
         scaled = ". Samples are standardised" if run.loader.scaling else ""
-        return f"{classes} ({names_in_words(found['class_names'])}){scaled}"
+        return f"{classes} ({names_in_words(samples['class_names'])}){scaled}"
     return classes + (
         ""
         if config.training.loss != "auto" or config.data.classes
@@ -166,9 +167,9 @@ def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
     from ...io.scaling import Scaling
     from ..exchange import load_weights
 
-    found = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
+    checkpoint = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
     with run.grid.collective_call("training", str(path), always=True):
-        state = _scales_in(found) if run.grid.rank == 0 else None
+        state = _scales_in(checkpoint) if run.grid.rank == 0 else None
     known, raw, targets = run.grid.comm.bcast(state)
     scaling, here = Scaling.of(known), run.loader.scaling
     with run.grid.collective_call("training", str(path), always=True):
@@ -203,8 +204,8 @@ def _scales_in(path: Path) -> tuple[dict[str, Any] | None, bool, list[str] | Non
     if (path / CHECKPOINT_FILE).exists():
         meta = read_master(path)[1]
         loader = (meta.get("loader") if isinstance(meta, dict) else None) or {}
-        found, raw = loader.get("scaling"), bool(loader) and "scaling" not in loader
+        scales, raw = loader.get("scaling"), bool(loader) and "scaling" not in loader
     else:
         meta = json.loads(contents_of(path)[1].get(OWN, "{}")) if path.suffix == ENDING else {}
-        found, raw = meta.get(SCALED), SCALED in meta and meta[SCALED] is None
-    return found, raw, facts_in(meta).get("targets")
+        scales, raw = meta.get(SCALED), SCALED in meta and meta[SCALED] is None
+    return scales, raw, facts_in(meta).get("targets")

@@ -121,8 +121,8 @@ class RunLog:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / METRICS
-        kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
-        replace_file(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+        earlier = [line for line in read_metrics(path) if line["step"] <= step] if step else []
+        replace_file(path, "".join(json.dumps(line) + "\n" for line in earlier).encode())
         self._file = open(path, "a", opener=not_following)
         self._first, self._total = step, total
 

@@ -120,7 +120,7 @@ class Trainer:
     def __post_init__(self) -> None:
         if self.state.loader is None:
             raise Pmm3dError("a training needs batches: give the loader, TrainState(loader=)")
-        self.grid, self.loader = self.state.network.whole, self.state.loader
+        self.grid, self.loader = self.state.network.parent_grid, self.state.loader
         self.figures: dict[str, float] = {}
         self.counts, self.request = Counter[str](), 0
         self.saved: int | None = None
@@ -188,8 +188,8 @@ class Trainer:
         self.least = facts.get("least", {})
         if self.best is not None:
             self.best.retire(self.step)
-            kept = {path.name.partition(".")[0] for path in self.best.candidates()}
-            if self.least and f"step-{self.least['step']:08d}" not in kept:
+            stored = {path.name.partition(".")[0] for path in self.best.candidates()}
+            if self.least and f"step-{self.least['step']:08d}" not in stored:
                 self.least = {}
         self.saved = self.step
         self._reporter.resumed(facts)
@@ -284,7 +284,7 @@ class Trainer:
                 self.state.network.grid,
                 loss,
                 square,
-                whole=self.grid,
+                parent=self.grid,
                 request=self.signals.taken(),
                 failed=problem is not None,
             )
@@ -360,9 +360,9 @@ class Trainer:
         self._keep_newest()
         with self.grid.collective_call("training"):
             newest = self.checkpoints.latest() if self.checkpoints is not None else None
-            kept = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
+            remedy = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
             raise NonFiniteLossError(
-                f"{what} {value}. {where} The weights are those of step {self.step}. {kept}Try a "
+                f"{what} {value}. {where} The weights are those of step {self.step}. {remedy}Try a "
                 "smaller learning rate, a warm-up, or clipping"
             )
 

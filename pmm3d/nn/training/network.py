@@ -90,19 +90,19 @@ class OwnNetwork:
             )
         section, kind, compute = self._section, library_named(self._section.library).kind, self._precision.compute
         for name, parameter in network.named_parameters().items():
-            found = parameter.dtype, parameter.library.kind
+            of_parameter = parameter.dtype, parameter.library.kind
             has, wanted = (
                 "tf32" if each.tf32 and not parameter.is_vector else each.compute
                 for each in (parameter.precision, self._precision)
             )
-            if found[1] == kind and has != wanted and (compute != section.dtype or "tf32" in (has, wanted)):
+            if of_parameter[1] == kind and has != wanted and (compute != section.dtype or "tf32" in (has, wanted)):
                 raise Pmm3dError(
                     f"network.build = {self.name}: {name} has precision {has}, and training.precision is "
                     f'{wanted}: make the layers with precision="{wanted}"'
                 )
-            if found != (compute, kind):
+            if of_parameter != (compute, kind):
                 raise Pmm3dError(
-                    f"network.build = {self.name}: {name} is {found[0]} in {found[1]}, and batches are "
+                    f"network.build = {self.name}: {name} is {of_parameter[0]} in {of_parameter[1]}, and batches are "
                     f"{section.dtype} in {kind}: set network.dtype and network.library, or make the "
                     "layers with the dtype and the library of the batches"
                 )
@@ -180,8 +180,8 @@ class Own(NamedTuple):
         return " and ".join(f"{key} = {name}" for key, name in files if name)
 
 
-def _is_optimizer(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, optim.Optimizer)
+def _is_optimizer(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, optim.Optimizer)
 
 
 def layer_sizes(config: Config, features: int, outputs: int) -> list[int]:
@@ -280,7 +280,7 @@ def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer
     if own.file is None:
         return kind(kind.groups_of(network), **options)
     name = own.file.name
-    with network.whole.collective_call("optimizer.build", name, always=True), own.file.running("raised an error"):
+    with network.parent_grid.collective_call("optimizer.build", name, always=True), own.file.running("raised an error"):
         try:
             made = kind(kind.groups_of(network), **{**configured(kind), **options, **section.options})
         except Pmm3dError as error:

@@ -29,7 +29,7 @@ class RankCosts:
 
     passes       (kind, stage) -> seconds of one pass, of the kinds F, I and W
     rest         seconds outside passes: sums over data, the optimizer, the agreement
-    activations  stage -> bytes of a micro-batch from F to I;   kept: the same from I to W
+    activations  stage -> bytes of a micro-batch from F to I;   saved_for_weights: the same from I to W
     received     bytes for each micro-batch, and further bytes
     memory       bytes by kind in a step of `SHOWN` micro-batches
     message      bytes of the largest message to another stage
@@ -38,7 +38,7 @@ class RankCosts:
     passes: Mapping[tuple[str, int], Terms]
     rest: Terms
     activations: Mapping[int, int]
-    kept: Mapping[int, int]
+    saved_for_weights: Mapping[int, int]
     received: tuple[int, int]
     memory: Mapping[str, int]
     message: int
@@ -50,7 +50,7 @@ class RankCosts:
             self,
             passes={(kind, number[stage]): terms for (kind, stage), terms in self.passes.items()},
             activations={number[stage]: nbytes for stage, nbytes in self.activations.items()},
-            kept={number[stage]: nbytes for stage, nbytes in self.kept.items()},
+            saved_for_weights={number[stage]: nbytes for stage, nbytes in self.saved_for_weights.items()},
         )
 
     @classmethod
@@ -67,7 +67,9 @@ class RankCosts:
         spent = _sum(SHOWN * [terms for name, (terms, _) in passes.items() if name.endswith("0")])
         rest = {name: max(0.0, value - spent.get(name, 0.0)) for name, value in priced(step.actions).items()}
         activations = {stage: max(0, passes[f"{stage}F0"][1]) for stage in stages}
-        kept = {stage: max(0, min(held, held + passes[f"{stage}I0"][1])) for stage, held in activations.items()}
+        saved_for_weights = {
+            stage: max(0, min(held, held + passes[f"{stage}I0"][1])) for stage, held in activations.items()
+        }
         messages = [action.sent for action in step.actions if action.what == "begin" and action.axis == PIPE]
         first = sum(
             action.received
@@ -80,7 +82,7 @@ class RankCosts:
             {(kind, stage): passes[f"{stage}{kind}0"][0] for stage in stages for kind in "FIW"},
             rest,
             activations,
-            kept,
+            saved_for_weights,
             (first, step.received - SHOWN * first),
             step.memory,
             max(messages, default=0),
@@ -111,17 +113,17 @@ def _costs(
     steps: DrySteps, shown: PipelineSchedule, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
 ) -> list[RankCosts]:
     """Return the costs of each rank along pipe. Of ranks with equal stages, such as equal blocks, one is run dry."""
-    found, kinds = list[RankCosts](), list[Any]()
+    costs, kinds = list[RankCosts](), list[Any]()
     for index in range(grid.stages):
         own = sorted(stage for stage, rank in shown.stages.items() if rank == index)
         like = kinds.index(kinds[index]) if kinds else index
         if like == index:
             step = steps.of(grid, machine.ranks_per_node, grid.rank(grid.position(0)._replace(**{PIPE: index})))
             kinds = kinds or [*step.kinds]
-            found.append(RankCosts.of(step, machine, groups))
+            costs.append(RankCosts.of(step, machine, groups))
         else:
-            found.append(found[like].of_stages(own))
-    return found
+            costs.append(costs[like].of_stages(own))
+    return costs
 
 
 def _shown(places: Sequence[int]) -> PipelineSchedule:
@@ -155,7 +157,10 @@ def _candidate(
     terms = _sum(
         [costs.rest, *({key: micro_batches * value for key, value in spent.items()} for spent in costs.passes.values())]
     )
-    held = [[getattr(ranks[rank_of[stage]], kind)[stage] for stage in stages] for kind in ("activations", "kept")]
+    held = [
+        [getattr(ranks[rank_of[stage]], kind)[stage] for stage in stages]
+        for kind in ("activations", "saved_for_weights")
+    ]
     before, after = simulate(shown).peak_bytes(*held), line.peak_bytes(*held)
     memory = [
         {
@@ -183,7 +188,7 @@ def _inside(actions: Sequence[Action]) -> list[Action]:
 
 
 def _sum(terms: Sequence[Terms]) -> dict[str, float]:
-    found = dict[str, float]()
+    total = dict[str, float]()
     for name, value in (item for each in terms for item in each.items()):
-        found[name] = found.get(name, 0.0) + value
-    return found
+        total[name] = total.get(name, 0.0) + value
+    return total

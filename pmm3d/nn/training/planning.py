@@ -133,10 +133,10 @@ def step_on(
 ) -> Candidate:
     """Return one grid as a candidate of `rank_training`, with `why_not` if it exceeds the limit. Raises GridError if
     the library refuses the grid."""
-    (found,) = _Planner(dry_steps(config, machine, limit, samples), grid.size, machine, limit).tried(grid)
-    if not found.memory:
-        raise GridError(f"grid {grid}: {found.why_not}")
-    return found
+    (candidate,) = _Planner(dry_steps(config, machine, limit, samples), grid.size, machine, limit).tried(grid)
+    if not candidate.memory:
+        raise GridError(f"grid {grid}: {candidate.why_not}")
+    return candidate
 
 
 def pipes_of(config: Config, ranks: int) -> list[int]:
@@ -202,7 +202,7 @@ class _Planner:
         recompute: Sequence[str | int] = (),
     ):
         self.ranks, self.machine, self.limit, self.run = ranks, machine, _limit(machine, limit), run
-        self.whole = steps
+        self.steps = steps
         self.longer, self.activations, self.recompute = longer, activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
@@ -215,7 +215,7 @@ class _Planner:
 
     @property
     def _alone(self) -> DrySteps:
-        return self.whole.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
+        return self.steps.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
 
     def ranking(
         self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape], tell: Tell
@@ -255,7 +255,7 @@ class _Planner:
         if length is None:
             return ""
         for what, parts, axes, ranks in (
-            ("sequences of a micro-batch", self.whole.rows, "data x z", grid.data * grid.z),
+            ("sequences of a micro-batch", self.steps.rows, "data x z", grid.data * grid.z),
             ("tokens of a sequence", length, SEQ, _sharing(grid)),
             ("heads", network.heads, "x" if near == 1 else "x x ulysses", grid.x * near),
         ):
@@ -267,9 +267,9 @@ class _Planner:
         """Yield all grids of that many ranks, with each number of ranks along "pipe" and "seq". If ranks along seq
         would hold whole sequences, only the equal grid with these ranks along data is listed."""
         for pipe, seq in self.longer if longer is None else longer:
-            whole = seq if (pipe, 1) in self.longer else 1
+            equivalent = seq if (pipe, 1) in self.longer else 1
             for grid in grids_4d(ranks // (pipe * seq)):
-                if whole == 1 or self.whole.rows % (grid.data * grid.z * seq):
+                if equivalent == 1 or self.steps.rows % (grid.data * grid.z * seq):
                     for near in self._near(grid, seq):
                         sizes = (ULYSSES, near), (SEQ, seq // near), (PIPE, pipe)
                         yield GridShape(*grid, **{name: size for name, size in sizes if size > 1})
@@ -323,25 +323,25 @@ class _Planner:
             chosen: dict[str, Any] = {"activations": activations} if len(self.activations) > 1 else {}
             for recompute in self.recompute or [self.config.network.recompute]:
                 chosen |= {"recompute": recompute} if len(self.recompute) > 1 else {}
-                found = self._simulated(grid, {"activations": activations, "recompute": recompute})
-                if not found.why_not:
+                candidate = self._simulated(grid, {"activations": activations, "recompute": recompute})
+                if not candidate.why_not:
                     break
-            yield replace(found, settings=chosen, preset=preset_of(grid, activations))
+            yield replace(candidate, settings=chosen, preset=preset_of(grid, activations))
 
     def _simulated(self, grid: GridShape, network: Mapping[str, Any]) -> Candidate:
         """Return the grid as a candidate, with these settings of the network."""
-        node, whole = self.machine.ranks_per_node, self.whole.of_network(network)
+        node, steps = self.machine.ranks_per_node, self.steps.of_network(network)
         groups = groups_of(grid, node, self.run)
         if grid.stages > 1:
-            return self._best_schedule(whole, grid, groups)
+            return self._best_schedule(steps, grid, groups)
         try:
-            found = self._costs(whole.unscheduled, grid, groups)
+            costs = self._costs(steps.unscheduled, grid, groups)
         except Pmm3dError as error:
             return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
-        memory = {kind: round(nbytes) for kind, nbytes in found.memory.items()}
+        memory = {kind: round(nbytes) for kind, nbytes in costs.memory.items()}
         held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
-        return Candidate(grid, sum(found.terms.values()), found.terms, memory, round(found.received), why_not=why_not)
+        return Candidate(grid, sum(costs.terms.values()), costs.terms, memory, round(costs.received), why_not=why_not)
 
     def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
         """Return the costs of a step, extrapolated from steps of few micro-batches and networks of few blocks."""
@@ -353,10 +353,10 @@ class _Planner:
             return Costs(terms, step.memory, step.received, step.flop)
 
         def of_blocks(blocks: int) -> Costs:
-            found = [of_shown(number, blocks) for number in self.shown]
-            all_of_them = found[-1].further(found[0], self.micro_batches - self.shown[-1])
-            batches = found[-1].memory["batches"] / self.shown[-1] * self.micro_batches
-            return all_of_them._replace(memory={**found[-1].memory, "batches": batches})
+            costs = [of_shown(number, blocks) for number in self.shown]
+            all_of_them = costs[-1].further(costs[0], self.micro_batches - self.shown[-1])
+            batches = costs[-1].memory["batches"] / self.shown[-1] * self.micro_batches
+            return all_of_them._replace(memory={**costs[-1].memory, "batches": batches})
 
         every = steps.config.network.recompute
         few = every if isinstance(every, int) and every > FEW else FEW  # one of them is recomputed
@@ -365,31 +365,31 @@ class _Planner:
         return of_blocks(2 * few).further(of_blocks(few), steps.blocks / few - 2)
 
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
-        found = list[Candidate]()
+        candidates = list[Candidate]()
         try:
             for each in staged_candidates(steps, grid, self.machine, groups):
-                found.append(each)
+                candidates.append(each)
         except Pmm3dError as error:
-            if not found:
+            if not candidates:
                 return Candidate(grid, 0.0, why_not=f"the library refuses it: {error}")
-        fits = [each for each in found if sum(each.memory.values()) <= self.limit]
+        fits = [each for each in candidates if sum(each.memory.values()) <= self.limit]
         if fits:
             return min(fits, key=_best_first)
-        least = min(found, key=lambda each: sum(each.memory.values()))
+        least = min(candidates, key=lambda each: sum(each.memory.values()))
         return replace(least, why_not=self._too_much(sum(least.memory.values())))
 
     def _too_much(self, held: int) -> str:
         return f"holds {held:,} bytes on a rank, more than {self.limit:,}"
 
     def _what(self) -> str:
-        samples = self.whole.samples
+        samples = self.steps.samples
         name = described(self.config, samples.features, samples.outputs)
         if self.config.network.build:
             name += f" ({samples.features}-{samples.outputs})"
         batches = f"{self.micro_batches} micro-batches" if self.micro_batches > 1 else "a batch"
         length = self.config.data.sequence
         unit = "rows" if length is None else f"sequences of {counted(length, 'token')}"
-        return f"a training step of {name} on {batches} of {self.whole.rows:,} {unit}"
+        return f"a training step of {name} on {batches} of {self.steps.rows:,} {unit}"
 
     def _nothing_fits(self, dropped: list[Candidate]) -> str:
         """Return the message for a step that fits on no grid."""

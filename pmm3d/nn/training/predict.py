@@ -107,17 +107,17 @@ def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: 
     grid is that of the run if it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is
     computed, if checkpoint, samples and batch size do not fit together.
     """
-    with _recalled(comm, asked.run) as (grid, known, found, keeper), _inputs(grid, asked, known) as inputs:
+    with _recalled(comm, asked.run) as (grid, known, checkpoint, keeper), _inputs(grid, asked, known) as inputs:
         made = network_of(known.config, grid, known.samples)
-        fill_weights(made, found, Checkpoints(grid, keeper.folder), accept=asked.accept)
-        facts = {"checkpoint": str(found.path), "source": str(asked.named)}
+        fill_weights(made, checkpoint, Checkpoints(grid, keeper.folder), accept=asked.accept)
+        facts = {"checkpoint": str(checkpoint.path), "source": str(asked.named)}
         shape = inputs.samples, known.samples.outputs
         shapes: dict[str, tuple[int, ...]] = {"outputs": shape}
         if known.samples.loss == "cross_entropy":
             shapes |= {"probabilities": shape, "classes": shape[:1]}
         with _target(grid, asked.target, shapes, known, facts) as new:
             _run(grid, made, inputs, new, asked.target, tell, known.scaling and known.scaling.targets)
-        return Predicted(found.path, str(grid.shape), shapes)
+        return Predicted(checkpoint.path, str(grid.shape), shapes)
 
 
 def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) -> Evaluated:
@@ -126,7 +126,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
     asked: as in `predict`, without target; targets: data set of targets (default: as in the run). Raises Pmm3dError, on
     every rank, if checkpoint and samples do not fit together.
     """
-    with _recalled(comm, asked.run) as (grid, known, found, keeper):
+    with _recalled(comm, asked.run) as (grid, known, checkpoint, keeper):
         section, network, samples = known.config.data, known.config.network, known.samples
         with grid.collective_call("evaluate", str(asked.named), always=True):
             if section.sequence is not None:
@@ -155,7 +155,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
                     )
                 compare(known.facts, data.facts, asked.accept, str(asked.named), rank=grid.rank, error=DataError)
             made = network_of(known.config, grid, samples)
-            fill_weights(made, found, Checkpoints(grid, keeper.folder), accept=asked.accept)
+            fill_weights(made, checkpoint, Checkpoints(grid, keeper.folder), accept=asked.accept)
             part = -(-section.batch_size // known.config.grid.micro_batches)
             loader = data.loader(asked.batch_size or part, shuffle=False)
             loader.standardize(known.scaling)
@@ -169,7 +169,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
                 of_columns = zip(output_names(samples), scores.tolist(), (np.sqrt(squares) * scale).tolist())
                 columns = [(str(name), score, root) for name, score, root in of_columns]
             scaled = known.scaling is not None and not labels
-            return Evaluated(found.path, str(grid.shape), data.samples, samples.loss, scaled, figures, columns)
+            return Evaluated(checkpoint.path, str(grid.shape), data.samples, samples.loss, scaled, figures, columns)
 
 
 def output_names(samples: Samples) -> list[str]:
@@ -252,7 +252,7 @@ def continue_text(
     differ. The grid is that of `predict`. Raises Pmm3dError, on every rank, for a run without tokens, another
     tokenizer, and an empty prompt.
     """
-    with _recalled(comm, run) as (grid, known, found, keeper):
+    with _recalled(comm, run) as (grid, known, checkpoint, keeper):
         file, asked = tokenizer or Path(known.config.data.file), None
         with grid.collective_call("predict", str(run), prompt, always=True):
             if known.config.data.sequence is None:
@@ -270,14 +270,14 @@ def continue_text(
                 if not asked[0]:
                     raise DataError("the prompt has no tokens: begin with a word, or a line break")
         network = network_of(known.config, grid, known.samples)
-        fill_weights(network, found, Checkpoints(grid, keeper.folder), accept=accept)
+        fill_weights(network, checkpoint, Checkpoints(grid, keeper.folder), accept=accept)
         tokens, vocabulary = grid.comm.bcast(asked)
         made = generate(
             network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed, vocabulary=vocabulary
         )
         with grid.collective_call("predict: text", always=True):
             text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
-        return Continued(grid.comm.bcast(text), found.path, str(grid.shape))
+        return Continued(grid.comm.bcast(text), checkpoint.path, str(grid.shape))
 
 
 def text_after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
@@ -294,22 +294,24 @@ def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
         if vocabulary != BYTES:
             raise DataError(f"{file}, the data file of the run with its tokenizer, is missing. {remedy}")
         return Tokenizer()
-    found = Tokenizer.of(file)
-    if found.vocabulary > vocabulary:
-        raise DataError(f"the tokenizer in {file} has {found.vocabulary} tokens, the network {vocabulary}. {remedy}")
-    return found
+    tokenizer = Tokenizer.of(file)
+    if tokenizer.vocabulary > vocabulary:
+        raise DataError(
+            f"the tokenizer in {file} has {tokenizer.vocabulary} tokens, the network {vocabulary}. {remedy}"
+        )
+    return tokenizer
 
 
 @contextmanager
 def _recalled(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, Checkpoint, Checkpoints]]:
     """Context of the grid for a run's network, its configuration, and its checkpoint. Collective."""
     with Grid(comm, "ddp") as reading:
-        found, keeper = find_checkpoint(reading, run)
+        checkpoint, keeper = find_checkpoint(reading, run)
         with reading.collective_call("predict", str(run), always=True):
-            known = recalled(found)
-        shape, data, axes = _shape(known.config, found.meta.get("grid"), comm.size)
+            known = recalled(checkpoint)
+        shape, data, axes = _shape(known.config, checkpoint.meta.get("grid"), comm.size)
         with Grid(comm, shape, data, axes=axes) as grid:
-            yield grid, known, found, keeper
+            yield grid, known, checkpoint, keeper
 
 
 def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, int]]:

@@ -264,16 +264,16 @@ def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
 
 
 def _network(network: Module) -> schema.Network:
-    first, whole = network.parameters()[0], network.dry if isinstance(network, Pipeline) else network
-    shapes = [parameter.shape for parameter in whole.parameters() if not parameter.is_vector]
+    first, uncut = network.parameters()[0], network.dry if isinstance(network, Pipeline) else network
+    shapes = [parameter.shape for parameter in uncut.parameters() if not parameter.is_vector]
     return schema.Network(
-        kind=type(whole).__name__,
-        parameters=whole.size,
+        kind=type(uncut).__name__,
+        parameters=uncut.size,
         dtype=first.dtype,
-        tree=repr(whole),
+        tree=repr(uncut),
         precision=asdict(first.precision),
         library=first.library.name,
-        sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(whole) is MLP else [],
+        sizes=[shapes[0][0], *(cols for _, cols in shapes)] if type(uncut) is MLP else [],
     )
 
 

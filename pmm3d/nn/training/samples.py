@@ -85,8 +85,8 @@ def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
     if data.table is not None if wanted is None else wanted:
         return data.scaling(rows)
     with data.grid.collective_call("training", always=True):
-        if data.grid.rank == 0 and (found := unlike(data)):
-            logger.warning(f"{data.path}: {found}. Such a network rarely learns: set data.standardize = true")
+        if data.grid.rank == 0 and (problem := unlike(data)):
+            logger.warning(f"{data.path}: {problem}. Such a network rarely learns: set data.standardize = true")
     return None
 
 
@@ -156,7 +156,7 @@ def opened(config: Config, grid: Grid, accept: Collection[str] = ()) -> Iterator
     with _data_set(config, grid) as data, ExitStack() as stack:
         if isinstance(data, DataSet):
             check_targets(config, data)
-        kept, held = parts_of(config, data)
+        trained, held = parts_of(config, data)
         validation: Rows | None = (data, held) if len(held) else None
         if section.validation_file is not None:
             other = _data_set(config, grid, data)
@@ -164,8 +164,8 @@ def opened(config: Config, grid: Grid, accept: Collection[str] = ()) -> Iterator
             validation = other, RowSet(0, other.samples, other.samples)
             _compare(config, data, other, accept)
         if isinstance(data, DataSet):
-            check_classes(data, kept, validation)
-        yield (data, kept), validation
+            check_classes(data, trained, validation)
+        yield (data, trained), validation
 
 
 def _compare(config: Config, data: Data, other: Data, accept: Collection[str]) -> None:
@@ -197,14 +197,14 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
     or for validation, and for targets of one class."""
     section, grid = config.data, data.grid
     share = 0.0 if section.validation_file is not None else section.validation
-    kept, held = data.split(
+    trained, held = data.split(
         share,
         seed=config.training.seed,
         groups=section.groups if share else None,
         last=section.hold_out == "last" or not share,
     )
     with grid.collective_call("training"):
-        if not len(kept):
+        if not len(trained):
             raise Pmm3dError(f"data.validation = {share} leaves no row of {data.samples} to train on")
         if share and not len(held):
             raise Pmm3dError(
@@ -216,12 +216,12 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
                 f"the targets {section.targets!r} of {section.file} have only one class. Name other "
                 "targets, or convert with all classes"
             )
-    if section.batch_size > len(kept) and grid.rank == 0 and grid.dry_run is None:
+    if section.batch_size > len(trained) and grid.rank == 0 and grid.dry_run is None:
         logger.warning(
-            f"data.batch_size = {section.batch_size}: there are only {len(kept)} rows to train on, so an "
+            f"data.batch_size = {section.batch_size}: there are only {len(trained)} rows to train on, so an "
             "epoch has one step. Lower data.batch_size for more steps"
         )
-    return kept, held
+    return trained, held
 
 
 def loss_of(config: Config, classes: bool) -> str:
@@ -267,11 +267,11 @@ def names_of(data: DataSet) -> list[str]:
     return data.class_names or [str(number) for number in range(data.classes or 0)]
 
 
-def check_classes(data: DataSet, kept: RowSet, held: Rows | None) -> None:
+def check_classes(data: DataSet, trained: RowSet, held: Rows | None) -> None:
     """Warn, on rank 0, about classes without a sample for training or validation. Reads all labels once. Collective."""
     if data.classes is None:
         return
-    counts = data.class_counts(kept, *([] if held is None or held[0] is not data else [held[1]]))
+    counts = data.class_counts(trained, *([] if held is None or held[0] is not data else [held[1]]))
     if held is not None and held[0] is not data and isinstance(held[0], DataSet):
         counts = np.concatenate([counts, held[0].class_counts(held[1])])
     names, nowhere = names_of(data), (counts == 0).all(axis=0)
@@ -280,17 +280,19 @@ def check_classes(data: DataSet, kept: RowSet, held: Rows | None) -> None:
             remedy = "Hold out other rows (data.hold_out, data.validation, data.validation_file)"
             if nowhere.any():
                 remedy = "Labels from 1 to K make K + 1 classes: pmm3d convert --classes numbers them from 0"
-            found = names_in_words(name for name, here in zip(names, missing) if here)
-            logger.warning(f"{missing.sum()} of {data.classes} classes have no sample to {what} on: {found}. {remedy}")
+            lacking = names_in_words(name for name, here in zip(names, missing) if here)
+            logger.warning(
+                f"{missing.sum()} of {data.classes} classes have no sample to {what} on: {lacking}. {remedy}"
+            )
 
 
-def recalled(found: Checkpoint) -> Recalled:
+def recalled(checkpoint: Checkpoint) -> Recalled:
     """Return the configuration and the samples of a checkpoint. Raises CheckpointError if `pmm3d train` did not write
     it."""
-    settings = found.meta.get("settings") if isinstance(found.meta, dict) else None
+    settings = checkpoint.meta.get("settings") if isinstance(checkpoint.meta, dict) else None
     if not isinstance(settings, dict) or SAMPLES not in settings:
         raise CheckpointError(
-            f"{found.path} does not contain a configuration of its network, because pmm3d train did "
+            f"{checkpoint.path} does not contain a configuration of its network, because pmm3d train did "
             "not write it: make the network in a program and load it with nn.exchange.load_weights"
         )
     try:
@@ -301,11 +303,11 @@ def recalled(found: Checkpoint) -> Recalled:
             if name != SAMPLES
         }
         samples = {name: value for name, value in settings[SAMPLES].items() if name in Samples.model_fields}
-        scaling = Scaling.of((found.meta.get("loader") or {}).get("scaling"))
-        return Recalled(checked(sections, str(found.path)), Samples(**samples), facts_in(found.meta), scaling)
+        scaling = Scaling.of((checkpoint.meta.get("loader") or {}).get("scaling"))
+        return Recalled(checked(sections, str(checkpoint.path)), Samples(**samples), facts_in(checkpoint.meta), scaling)
     except (ValidationError, TypeError, AttributeError, KeyError, Pmm3dError) as error:
         raise CheckpointError(
-            f"{found.path} contains settings of another version of pmm3d, which this version cannot "
+            f"{checkpoint.path} contains settings of another version of pmm3d, which this version cannot "
             f"read: {error}. Make the network in a program and load it with "
             "nn.exchange.load_weights"
         ) from None

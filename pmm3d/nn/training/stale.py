@@ -163,11 +163,11 @@ def train_stale(
         else []
     )
     with Tape.of(grid).set(summing=False), override(Tape.of(grid).parallel, defers_agreement=True):
-        found = executor.run(lambda micro, output: groups[micro // rule.every](micro % rule.every, output))
+        losses = executor.run(lambda micro, output: groups[micro // rule.every](micro % rule.every, output))
     own = np.zeros(len(batches))
-    own[: len(found)] = list(map(local_loss, found))
-    step_agreement(grid, whole=network.whole)
-    total = network.whole.everyone.all_reduce(own, agreed=True).wait()
+    own[: len(losses)] = list(map(local_loss, losses))
+    step_agreement(grid, parent=network.parent_grid)
+    total = network.parent_grid.everyone.all_reduce(own, agreed=True).wait()
     return total.reshape(-1, rule.every).sum(1).tolist()
 
 

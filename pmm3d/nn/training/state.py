@@ -88,8 +88,8 @@ class TrainState:
                 f"would not contain them: {names_in_words(others)}. Make all networks attributes of one "
                 "Module, and pass that Module"
             )
-        whole = self.network.dry if isinstance(self.network, Pipeline) else self.network  # all stages scale the loss
-        if self.scale is None and any(each.precision.compute == "float16" for each in whole.parameters()):
+        uncut = self.network.dry if isinstance(self.network, Pipeline) else self.network  # all stages scale the loss
+        if self.scale is None and any(each.precision.compute == "float16" for each in uncut.parameters()):
             self.scale = LossScale()
 
     @property
@@ -117,7 +117,7 @@ class TrainState:
             "loader": _state(self.loader),
             "scale": _state(self.scale),
             "random": self.network.random_state(),
-            "grid": self.network.whole.shape._asdict(),
+            "grid": self.network.parent_grid.shape._asdict(),
             "blas": self._blas(),
             FACTS: self._compared(),
         }
@@ -132,19 +132,19 @@ class TrainState:
 
     def _check_grid(self, checkpoints: Checkpoints) -> None:
         """Raises CheckpointError unless the checkpoints are on the ranks of all stages of the network."""
-        whole, grid = self.network.whole, checkpoints.grid
-        with whole.collective_call("TrainState", always=True):
-            if not grid.same_processes(whole):
+        parent, grid = self.network.parent_grid, checkpoints.grid
+        with parent.collective_call("TrainState", always=True):
+            if not grid.same_processes(parent):
                 raise CheckpointError(
-                    f"TrainState: the checkpoints are not on the {whole.size} ranks of the network; "
-                    f"their grid has size {grid.size}. Make Checkpoints(network.whole, folder), on "
+                    f"TrainState: the checkpoints are not on the {parent.size} ranks of the network; "
+                    f"their grid has size {grid.size}. Make Checkpoints(network.parent_grid, folder), on "
                     "all ranks of the network"
                 )
 
     def _check(self, facts: Any, accept: Collection[str] = (), settings: Facts | None = None) -> None:
         """Raises Pmm3dError, on every rank, if the facts of a checkpoint do not fit this training. accept, settings: as
         in `resume`."""
-        with self.network.whole.collective_call("resume", sorted(accept), always=True):
+        with self.network.parent_grid.collective_call("resume", sorted(accept), always=True):
             known = facts if isinstance(facts, dict) else {}
             if lacking := [key for key in ("step", "optimizer", "random") if key not in known]:
                 raise Pmm3dError(
@@ -158,10 +158,10 @@ class TrainState:
                     f"which cannot use the state of {before}; nothing was changed. Use {before}, or start "
                     "a new run from the weights alone (training.weights, nn.exchange.load_weights)"
                 )
-            kept, wanted = known["optimizer"].get("states"), list(self.optimizer.state_names)
-            if kept not in (None, wanted):
+            states, wanted = known["optimizer"].get("states"), list(self.optimizer.state_names)
+            if states not in (None, wanted):
                 raise Pmm3dError(
-                    f"the checkpoint's optimizer keeps {names_in_words(kept) or 'nothing'} of each "
+                    f"the checkpoint's optimizer keeps {names_in_words(states) or 'nothing'} of each "
                     f"weight, the optimizer of this run keeps {names_in_words(wanted) or 'nothing'}; "
                     "nothing was changed. Restore the optimizer's options (momentum), or start a new run "
                     "from the weights alone (training.weights, nn.exchange.load_weights)"
@@ -180,7 +180,7 @@ class TrainState:
         """Load the facts of a checkpoint, after `check` and after the matrices were filled. stored: names of the
         checkpoint's matrices; a parameter without a state in them begins as in its first step."""
         self.network.loaded()
-        with self.network.whole.collective_call("resume"):
+        with self.network.parent_grid.collective_call("resume"):
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)
             if self.schedule is not None:
@@ -229,11 +229,11 @@ class TrainState:
         """
         self._check_grid(checkpoints)
         check = partial(self._check, accept=accept, settings=settings)
-        found = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
-        if found is None:
+        checkpoint = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
+        if checkpoint is None:
             return None
-        folder, facts = found.path, fill(checkpoints, found, self.matrices(found.contents), check=check)
-        self._load(facts, found.contents)
+        folder, facts = checkpoint.path, fill(checkpoints, checkpoint, self.matrices(checkpoint.contents), check=check)
+        self._load(facts, checkpoint.contents)
         retired = checkpoints.retire(self.step, spared=folder)
         self._tell([*map(str, self._changes(facts, settings)), *self._rate(facts), *self._rounding(facts)], retired)
         return {**facts, "path": str(folder), "retired": list(map(str, retired))}
@@ -244,12 +244,12 @@ class TrainState:
 
     def _changes(self, known: Facts, settings: Facts | None) -> list[Difference]:
         """Return the differences from the meta of a checkpoint, each once: facts repeat some settings."""
-        found = [
+        changes = [
             *differences(known.get("settings") or {}, settings or {}),
             *differences(facts_in(known), self._compared()),
             *self._batches(known),
         ]
-        return [*{each.key: each for each in found}.values()]
+        return [*{each.key: each for each in changes}.values()]
 
     def _batches(self, facts: Facts) -> list[Difference]:
         before, now = facts.get("loader"), _state(self.loader)
@@ -281,7 +281,7 @@ class TrainState:
         return [f"the BLAS was {before}, is {after}, which rounds differently"] if before != after else []
 
     def _tell(self, changes: list[str], retired: list[Path]) -> None:
-        if self.network.whole.rank:
+        if self.network.parent_grid.rank:
             return
         for change in changes:
             logger.warning(f"resumed with a change: {change}. The new configuration applies")

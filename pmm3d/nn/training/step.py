@@ -51,23 +51,24 @@ def step_agreement(
     loss: float = 0.0,
     square: Square = 0.0,
     *,
-    whole: Grid | None = None,
+    parent: Grid | None = None,
     request: int = 0,
     failed: bool = False,
 ) -> Agreed:
     """Combine loss, square of the gradient's norm, and requests of all ranks. Collective: one all-reduce of a few
     numbers. In a dry run the result is arbitrary.
 
-    square: a number, or squares to be added in their order; whole: grid of the ranks that agree, default `grid`. Raises
-    DisagreementError, on every rank, if backward passes since the last agreement used different parameters.
+    square: a number, or squares to be added in their order; parent: grid of the ranks that agree, default `grid`.
+
+    Raises DisagreementError, on every rank, if backward passes since the last agreement used different parameters.
 
         >>> with Grid() as grid:
         ...     step_agreement(grid, 1 / grid.size, request=SAVE if grid.rank == 0 else 0)
         Agreed(loss=1.0, norm=0.0, request=1, failed=False)
     """
-    parallel, everyone = BackwardSync.of(grid), (whole or grid).everyone
+    parallel, everyone = BackwardSync.of(grid), (parent or grid).everyone
     stages, own = everyone.size // grid.size, np.atleast_1d(square)
-    digests, stage = np.zeros((2, stages)), whole.axis(PIPE).index if whole is not None and stages > 1 else 0
+    digests, stage = np.zeros((2, stages)), parent.axis(PIPE).index if parent is not None and stages > 1 else 0
     digests[:, stage] = parallel.digest, parallel.digest**2
     ends = 0 if request < END else 1 if request == END else everyone.size + 1
     with grid.ledger.phase("agreement"):
@@ -161,7 +162,7 @@ def train_step(
         losses = executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
         if isinstance(network, Pipeline):
             network._sum_tied()
-        agree = agree or partial(step_agreement, grid, whole=network.whole)
+        agree = agree or partial(step_agreement, grid, parent=network.parent_grid)
         agreed = agree(sum(map(local_loss, losses)), local_norm_squared(network, optimizer))
     value, norm = agreed.loss, agreed.norm / factor
     if scale is None:

@@ -38,9 +38,9 @@ class UserFile:
     def named(self, what: str, fits: Callable[[Any], bool]) -> Any:
         """Return the function or class. Collective. Raises Pmm3dError, on every rank, if it does not fit. what: what is
         needed, in words."""
-        found, module = getattr(self._module, self._wanted, None), self._module
+        wanted, module = getattr(self._module, self._wanted, None), self._module
         with self._grid.collective_call(self.key, self.name, always=True):
-            if not fits(found):
+            if not fits(wanted):
                 known = [
                     name
                     for name, value in vars(module).items()
@@ -50,7 +50,7 @@ class UserFile:
                     f"{self.key} = {self.name}: {self._path} has no {what} {self._wanted}; it has "
                     f"{', '.join(known) or 'none'}"
                 )
-        return found
+        return wanted
 
     @contextmanager
     def running(self, what: str) -> Iterator[None]:

@@ -23,7 +23,7 @@ from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, summed
 from .cache import Cache, rows_of_sequence
 from .kernel import Partial, attend, attend_backward
-from .ring import Ring, Segment, Visit, in_turn, shares, whole_sequences
+from .ring import Ring, Segment, Visit, in_turn, shares, uncut_sequences
 from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
 from .visible import BLOCK, Dropout, Rows, Visible
 
@@ -227,17 +227,17 @@ def _in_units(q: Tensor, x: Tensor, length: int, size: int) -> Layout:
         for axis in q.layout.rows
         if axis in INSIDE or getattr(shape, axis) == 1 or unit_of(row_unit, axis) % length == 0
     )
-    whole_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
-    return layout_of(rows, x.layout.cols, (), (row_unit, unit if whole_heads else size))
+    uncut_heads = all(unit_of(unit, axis) % size == 0 for axis in x.layout.cols if getattr(shape, axis) > 1)
+    return layout_of(rows, x.layout.cols, (), (row_unit, unit if uncut_heads else size))
 
 
 def _heads_on_ranks(q: Tensor, k: Tensor, size: int) -> tuple[int, int]:
     """Numbers of heads of q and of k on each rank, or (0, 0) if the ranks differ."""
-    found = []
+    numbers = []
     for each in (q, k):
         heads, over = divmod(each.shape[1], size * each.grid.shape.along(each.layout.cols))
-        found.append(0 if over else heads)
-    return (found[0], found[1]) if all(found) else (0, 0)
+        numbers.append(0 if over else heads)
+    return (numbers[0], numbers[1]) if all(numbers) else (0, 0)
 
 
 def _spread_heads(operands: Sequence[Tensor], size: int, axis: str) -> list[Tensor]:
@@ -286,11 +286,11 @@ def runs(heads: tuple[int, int], held: int, group: int) -> list[Run]:
     edges = sorted(
         {first, stop, *(edge for edge in (-(-first // group) * group, stop // group * group) if first < edge < stop)}
     )
-    found = list[Run]()
+    all_runs = list[Run]()
     for start, end in pairwise(edges):
         low, high = _shared(start, end, group)
-        found.append(Run(slice(start - first, end - first), slice(low - held, high - held), start))
-    return found
+        all_runs.append(Run(slice(start - first, end - first), slice(low - held, high - held), start))
+    return all_runs
 
 
 class _Local:
@@ -324,7 +324,7 @@ class _Local:
         if self.cache is None:
             self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, visible.causal, visible.window)
         else:
-            self.shares = whole_sequences(box, self.cache.positions(length))
+            self.shares = uncut_sequences(box, self.cache.positions(length))
         self.fresh = all(len(each.members) == 1 for each in self.shares) and [run.of_k for run in self.runs] == [
             slice(0, (held.c1 - held.c0) // size)
         ]
@@ -408,7 +408,7 @@ class _Local:
                         )
                 fresh = False
         local = self.rounded(spec, wide)
-        keep = {
+        saved = {
             f"attention.{name}": each if array is each.shard else array
             for name, each, array in zip("qkv" if len(held) == 3 else ["qkv"], operands, held)
         }
@@ -418,16 +418,16 @@ class _Local:
             self.gradients,
             shape=spec.shape,
             layout=spec.layout,
-            keep={**keep, "attention.output": local, "attention.lse": lse},
+            keep={**saved, "attention.output": local, "attention.lse": lse},
         )
 
-    def gradients(self, gradient: Array, *kept: Array) -> list[Gradient]:
-        *held, out, lse = kept
+    def gradients(self, gradient: Array, *saved: Array) -> list[Gradient]:
+        *held, out, lse = saved
         (q, k, v), grid = self.parts(held), self.q.grid
-        ring, found = Ring(grid, (k, v), self.visible.block), [spec.accumulation.new() for spec in self.specs]
-        for each in () if self.fresh else found:
+        ring, of_operands = Ring(grid, (k, v), self.visible.block), [spec.accumulation.new() for spec in self.specs]
+        for each in () if self.fresh else of_operands:
             each[...] = 0
-        dq, *totals = self.parts(found)
+        dq, *totals = self.parts(of_operands)
         for share in self.shares:
             own = share.own
             queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
@@ -457,7 +457,9 @@ class _Local:
                             self.fresh,
                             part,
                         )
-        return [Gradient(self.rounded(spec, each), self.of_gradient(spec)) for spec, each in zip(self.specs, found)]
+        return [
+            Gradient(self.rounded(spec, each), self.of_gradient(spec)) for spec, each in zip(self.specs, of_operands)
+        ]
 
     def of_gradient(self, spec: TensorSpec) -> Layout:
         """Layout of a gradient, with partial sums over the axes that split only the heads of q."""

@@ -55,7 +55,7 @@ class CoreAttention(Module):
         size, operands = self.columns, [fused]
         if self.rotary_base is not None or self.turns != 3 * (size,):
             q, k, v = split(fused, self.turns)
-            k, v = (_whole_heads(each, size) for each in (k, v))
+            k, v = (_with_uncut_heads(each, size) for each in (k, v))
             if self.rotary_base is not None:
                 q, k = (rotary(each, size, base=self.rotary_base) for each in (q, k))
             operands = [q, k, v]
@@ -216,9 +216,9 @@ class Attention(Module):
         return self.out._assign_layout(between, placed)
 
     def forward(self, x: Tensor, *documents: Tensor) -> Tensor:
-        return self.out(self.core(self.qkv(x, activations=self._whole_sequences(x)), *documents))
+        return self.out(self.core(self.qkv(x, activations=self._sharded_or_replicated(x)), *documents))
 
-    def _whole_sequences(self, x: Tensor) -> str:
+    def _sharded_or_replicated(self, x: Tensor) -> str:
         """`activations` of the projection. "sharded" is used if each rank then has whole sequences, because no work is
         repeated. Both values move the same number of bytes."""
         k = self.qkv.weight.layout.rows[0]
@@ -246,7 +246,7 @@ def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
     return together * size, together * size // group, together * size // group
 
 
-def _whole_heads(x: Tensor, size: int) -> Tensor:
+def _with_uncut_heads(x: Tensor, size: int) -> Tensor:
     """Keys or values with whole heads on each rank, or with all heads if the ranks do not divide the heads."""
     unit, cols = x.layout.units
     ranks = x.grid.shape.along(x.layout.cols)
@@ -434,8 +434,8 @@ class TransformerBlock(Module):
     def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         for norm, part in ((self.norm1, self.attention), (self.norm2, self.mlp)):
             norm._assign_layout(columns, placed)
-            found = part._assign_layout(columns, placed)
-        return found if columns is None else columns
+            of_part = part._assign_layout(columns, placed)
+        return of_part if columns is None else columns
 
     def forward(self, x: Tensor, *documents: Tensor) -> Any:
         x = add(x, self.drop1(self.attention(self.norm1(x), *documents)))

@@ -112,15 +112,15 @@ def _looked_up(matrix: DistMatrix, table: Tensor) -> Tensor:
 
         return (LazyMatrix(layout_of((k,), (OTHER[k],), rows, units), shape, fill, "reduce dW"),)
 
-    keep = {"embedding.index": index} | ({} if inside is None else {"embedding.inside": inside})
-    return table.from_op(out, (table,), rule, keep=keep, shape=spec.shape, layout=natural)
+    saved = {"embedding.index": index} | ({} if inside is None else {"embedding.inside": inside})
+    return table.from_op(out, (table,), rule, keep=saved, shape=spec.shape, layout=natural)
 
 
 def _redistributed(tokens: DistMatrix, layout: Layout) -> DistMatrix:
     """Tokens in another layout, with the same `labels_below`."""
-    found = tokens.redistribute(layout)
-    found.labels_below = tokens.labels_below
-    return found
+    moved = tokens.redistribute(layout)
+    moved.labels_below = tokens.labels_below
+    return moved
 
 
 def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]:

@@ -106,8 +106,8 @@ def read_architecture(grid: Grid, path: StrPath) -> Architecture:
     with grid.collective_call("load", str(path), always=True), file_errors(path, "read"):
         if grid.rank == 0:
             of = architecture_of(_config(path), str(path))
-    found: Architecture = grid.comm.bcast(of)
-    return found
+    architecture: Architecture = grid.comm.bcast(of)
+    return architecture
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def generate(
     ...     nn.generate(net, [[1, 2]], 3, temperature=0).shape
     (1, 5)
     """
-    tokens, whole = _array(prompt), network.whole
+    tokens, whole = _array(prompt), network.parent_grid
     ragged = tokens.dtype == object and tokens.ndim == 1
     rows = [*map(_array, tokens)] if ragged else [tokens]
     asked = digest(repr([row.tolist() for row in rows])), length, temperature, top_k, seed, vocabulary
@@ -132,7 +132,7 @@ def _continued(
     vocabulary: int | None,
 ) -> np.ndarray:
     """Continue sequences of equal length. Collective. numbers: their numbers in the prompt, for the draws."""
-    whole, (count, begin) = network.whole, sequences.shape
+    whole, (count, begin) = network.parent_grid, sequences.shape
     made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
     with ExitStack() as stack:
         grids = dict.fromkeys((network.grid, whole_of(network).grid))

@@ -54,15 +54,15 @@ class _Block(NamedTuple):
             mask = mask & (documents[0][:, pair.queries, None] == documents[1][:, None, pair.keys])
         return self.library.from_numpy(np.where(mask, 0, NONE), dtype)
 
-    def kept(self, dropout: Dropout, sequence: int, heads: slice, part: slice, dtype: str) -> Array:
+    def dropout_mask(self, dropout: Dropout, sequence: int, heads: slice, part: slice, dtype: str) -> Array:
         """Dropout mask of one sequence: (heads, rows of `part`, keys)."""
         head, length = np.arange(heads.start, heads.stop, heads.step) + dropout.head, dropout.length
         query = self.queries.position[self.pair.queries][part]
         place = ((sequence + dropout.sequence) * dropout.heads + head)[:, None] * length + query
         index = place[:, :, None] * length + self.keys.position[self.pair.keys]
         words = self.library.from_numpy(index, self.library.dtype(self.library.words(0, 1)))
-        kept = random.at_least(random.bits(words, dropout.seed, dropout.stream), int(dropout.p * 2**64))
-        return self.library.astype(kept, dtype)
+        mask = random.at_least(random.bits(words, dropout.seed, dropout.stream), int(dropout.p * 2**64))
+        return self.library.astype(mask, dtype)
 
 
 def attend(
@@ -230,7 +230,7 @@ def _flash_backward(
         return
     bias = None if causal else block.bias(library.dtype(q))
     kernel = library.xp.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = kernel(
+    gradients = kernel(
         dout,
         q,
         k,
@@ -242,7 +242,7 @@ def _flash_backward(
         attn_mask=None if bias is None else bias[:, None],
         scale=block.scale,
     )
-    for total, part, beta in zip((dq, dk, dv), found, (betas[0], *2 * [betas[1]])):
+    for total, part, beta in zip((dq, dk, dv), gradients, (betas[0], *2 * [betas[1]])):
         if beta:
             total += part
         else:
@@ -313,7 +313,7 @@ def _exponentials(block: _Block, scores: Array, bias: Array | None, sequence: in
         lse[:, part] = xp.where(none, NONE, largest + xp.log(total))[:, :, 0]
         inverse[:, part] = factor / total
         if dropout is not None:
-            own *= block.kept(dropout, sequence, heads, part, dtype)
+            own *= block.dropout_mask(dropout, sequence, heads, part, dtype)
 
     _by_queries(library, compute, scores)
     return inverse
@@ -387,11 +387,11 @@ def _slopes(
         own -= xp.where(log == NONE, 0, log)
         xp.exp(own, out=own)
         if dropout is not None:
-            kept = block.kept(dropout, sequence, heads, part, library.dtype(own)) * (1 / (1 - dropout.p))
-            slope *= kept
+            mask = block.dropout_mask(dropout, sequence, heads, part, library.dtype(own)) * (1 / (1 - dropout.p))
+            slope *= mask
         slope -= xp.sum(dout[:, part] * out[:, part], axis=2, keepdims=True)
         slope *= own
         if dropout is not None:
-            own *= kept
+            own *= mask
 
     _by_queries(library, compute, weights)

@@ -97,10 +97,10 @@ def names_of(of: Architecture) -> dict[str, Names]:
     ours = of.kind == "gpt2"
     if ours and (of.kv_heads != of.heads or of.window is not None):
         return {}
-    found, ignored = (_gpt2 if ours else _llama)(of), (*IGNORED, *[HEAD] * of.tied)
+    parts, ignored = (_gpt2 if ours else _llama)(of), (*IGNORED, *[HEAD] * of.tied)
     if not of.tied:
-        found[HEAD] = _whole(f"{of.layers + 1}.linear.weight", True)
-    return {of.kind: Names(found, ignored, "transformer." if ours else "model.", config_of(of))}
+        parts[HEAD] = _stored(f"{of.layers + 1}.linear.weight", True)
+    return {of.kind: Names(parts, ignored, "transformer." if ours else "model.", config_of(of))}
 
 
 def _qkv(of: Architecture, layer: str) -> tuple[Columns, ...]:
@@ -114,32 +114,38 @@ def _in_turns(parameter: str, *sizes: int) -> tuple[Columns, ...]:
     return tuple(Columns(parameter, start, stop, ends[-1]) for start, stop in itertools.pairwise(ends))
 
 
-def _whole(name: str, transpose: bool = False) -> Stored:
+def _stored(name: str, transpose: bool = False) -> Stored:
     """Tensor of a file that contains a whole parameter."""
     return Stored((Columns(name),), transpose)
 
 
 def _gpt2(of: Architecture) -> dict[str, Stored]:
-    found = {"transformer.wte.weight": _whole("0.table", True), "transformer.wpe.weight": _whole("0.positions", True)}
+    tensors = {
+        "transformer.wte.weight": _stored("0.table", True),
+        "transformer.wpe.weight": _stored("0.positions", True),
+    }
     for index in range(of.layers):
         there, here = f"transformer.h.{index}", f"{index + 1}"
         for name, own in (("ln_1", "norm1"), ("ln_2", "norm2")):
-            found[f"{there}.{name}.weight"] = _whole(f"{here}.{own}.gain")
-            found[f"{there}.{name}.bias"] = _whole(f"{here}.{own}.bias")
+            tensors[f"{there}.{name}.weight"] = _stored(f"{here}.{own}.gain")
+            tensors[f"{there}.{name}.bias"] = _stored(f"{here}.{own}.bias")
         for part in ("weight", "bias"):
-            found[f"{there}.attn.c_attn.{part}"] = Stored(_qkv(of, f"{here}.attention.qkv.{part}"))
+            tensors[f"{there}.attn.c_attn.{part}"] = Stored(_qkv(of, f"{here}.attention.qkv.{part}"))
             for name, own in (("attn.c_proj", "attention.out"), ("mlp.c_fc", "mlp.up"), ("mlp.c_proj", "mlp.down")):
-                found[f"{there}.{name}.{part}"] = _whole(f"{here}.{own}.{part}")
+                tensors[f"{there}.{name}.{part}"] = _stored(f"{here}.{own}.{part}")
     last = f"{of.layers + 1}.norm"
-    return found | {"transformer.ln_f.weight": _whole(f"{last}.gain"), "transformer.ln_f.bias": _whole(f"{last}.bias")}
+    return tensors | {
+        "transformer.ln_f.weight": _stored(f"{last}.gain"),
+        "transformer.ln_f.bias": _stored(f"{last}.bias"),
+    }
 
 
 def _llama(of: Architecture) -> dict[str, Stored]:
-    found = {"model.embed_tokens.weight": _whole("0.table", True)}
+    tensors = {"model.embed_tokens.weight": _stored("0.table", True)}
     for index in range(of.layers):
         there, here = f"model.layers.{index}", f"{index + 1}"
         for name, own in (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")):
-            found[f"{there}.{name}.weight"] = _whole(f"{here}.{own}.gain")
+            tensors[f"{there}.{name}.weight"] = _stored(f"{here}.{own}.gain")
         unit = gate_unit(of.mlp)
         for names, parts in (
             (("q", "k", "v"), _qkv(of, f"{here}.attention.qkv.weight")),
@@ -147,10 +153,10 @@ def _llama(of: Architecture) -> dict[str, Stored]:
         ):
             for name, part in zip(names, parts):
                 room = "self_attn" if len(parts) == 3 else "mlp"
-                found[f"{there}.{room}.{name}_proj.weight"] = Stored((part,), True)
-        found[f"{there}.self_attn.o_proj.weight"] = _whole(f"{here}.attention.out.weight", True)
-        found[f"{there}.mlp.down_proj.weight"] = _whole(f"{here}.mlp.down.weight", True)
-    return found | {"model.norm.weight": _whole(f"{of.layers + 1}.norm.gain")}
+                tensors[f"{there}.{room}.{name}_proj.weight"] = Stored((part,), True)
+        tensors[f"{there}.self_attn.o_proj.weight"] = _stored(f"{here}.attention.out.weight", True)
+        tensors[f"{there}.mlp.down_proj.weight"] = _stored(f"{here}.mlp.down.weight", True)
+    return tensors | {"model.norm.weight": _stored(f"{of.layers + 1}.norm.gain")}
 
 
 def config_of(of: Architecture) -> dict[str, Any]:
@@ -276,13 +282,13 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
                 f"{path}: {key} is {value!r}, but {network} supports only {SAME[key][0]!r}. Choose a "
                 "network that was trained with this setting"
             )
-    found = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
-    if lacking := [key for field, key in keys.items() if field not in found]:
+    fields = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
+    if lacking := [key for field, key in keys.items() if field not in fields]:
         raise CheckpointError(
             f"{path}: the configuration lacks {names_in_words(lacking)}. Copy the file again from "
             "where the network was published"
         )
-    of = Architecture.checked(path, KEYS[kind], CheckpointError, kind=kind, **found)
+    of = Architecture.checked(path, KEYS[kind], CheckpointError, kind=kind, **fields)
     if given.get("head_dim") not in (None, of.hidden // of.heads):
         raise CheckpointError(
             f"{path}: head_dim is {given['head_dim']!r}, but {network} supports only "

@@ -85,7 +85,7 @@ def shares(
     ranks = range(getattr(grid, SEQ)) if SEQ in layout.rows else range(1)
     of_ranks = [_segments(layout, rows, grid, coords, rank) for rank in ranks]
     here = getattr(coords, SEQ) if SEQ in layout.rows else 0
-    found = []
+    of_rank = []
     for own in of_ranks[here]:
         members = tuple(
             each for rank in of_ranks for each in rank if each.sequence <= own.sequence < each.sequence + each.number
@@ -98,11 +98,11 @@ def shares(
             max([hop for hop in range(1, size) if used[(index + hop) % size][index]], default=0)
             for index in range(size)
         )
-        found.append(Share(own, members, members.index(own), used, reach))
-    return tuple(found)
+        of_rank.append(Share(own, members, members.index(own), used, reach))
+    return tuple(of_rank)
 
 
-def whole_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
+def uncut_sequences(box: Box, position: np.ndarray) -> tuple[Share, ...]:
     """Shares of a rank with whole sequences in a box. position: positions of the rows of a sequence."""
     number, rows = (box.r1 - box.r0) // max(1, len(position)), slice(0, box.r1 - box.r0)
     own = Segment(0, box.r0 // max(1, len(position)), number, rows, box.r0, position)
@@ -117,10 +117,10 @@ def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, rank: 
     position = row_positions(layout, rows, box)
     first, last = -(-box.r0 // max(1, length)) * length, box.r1 // max(1, length) * length
     edges = sorted({box.r0, box.r1, *(edge for edge in (first, last) if box.r0 < edge < box.r1)})
-    found = []
+    segments = []
     for start, stop in pairwise(edges):
         number = max(1, (stop - start) // length)
-        found.append(
+        segments.append(
             Segment(
                 rank,
                 start // length,
@@ -130,7 +130,7 @@ def _segments(layout: Layout, rows: int, grid: GridShape, coords: Coords, rank: 
                 position[start - box.r0 : stop - box.r0][:length],
             )
         )
-    return found
+    return segments
 
 
 def _sees(queries: np.ndarray, keys: np.ndarray, causal: bool, window: int | None) -> bool:

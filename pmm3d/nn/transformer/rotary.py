@@ -68,8 +68,8 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
 
 def _tables(grid: Grid) -> Callable[..., tuple[Array, Array]]:
     """`_angles` with a cache that exists as long as the grid."""
-    kept: Callable[..., tuple[Array, Array]] = grid.attached.setdefault(_tables, lru_cache(maxsize=16)(_angles))
-    return kept
+    cached: Callable[..., tuple[Array, Array]] = grid.attached.setdefault(_tables, lru_cache(maxsize=16)(_angles))
+    return cached
 
 
 def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype: str) -> tuple[Array, Array]:

@@ -161,9 +161,9 @@ def positions(order: str, length: int, ranks: int = 1, block: int = 1) -> np.nda
 
 @lru_cache(maxsize=64)
 def _positions(order: RowOrder | None, length: int) -> np.ndarray:
-    found = np.arange(length) if order is None else np.array(order.positions)
-    found.flags.writeable = False
-    return found
+    positions = np.arange(length) if order is None else np.array(order.positions)
+    positions.flags.writeable = False
+    return positions
 
 
 def row_positions(layout: Layout, rows: int, box: Box) -> np.ndarray:

@@ -64,7 +64,7 @@ def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice
         >>> [len(before) for _, before, after in block_pairs(rows, rows, Visible(window=2, block=2))]
         [1, 2, 2]
     """
-    parts, found = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair], list[Pair]]]()
+    parts, by_rows = _blocks(keys.position, visible.block), list[tuple[slice, list[Pair], list[Pair]]]()
     own = {int(keys.position[part.start]) // visible.block: index for index, part in enumerate(parts)}
 
     def seen(rows: slice, parts: Sequence[slice]) -> list[Pair]:
@@ -73,8 +73,8 @@ def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice
 
     for rows in _blocks(queries.position, visible.block):
         index = own.get(int(queries.position[rows.start]) // visible.block, len(parts) - 1)
-        found.append((rows, seen(rows, parts[index::-1] if parts else ()), seen(rows, parts[:index:-1])))
-    return found
+        by_rows.append((rows, seen(rows, parts[index::-1] if parts else ()), seen(rows, parts[:index:-1])))
+    return by_rows
 
 
 def _blocks(position: np.ndarray, block: int) -> list[slice]:

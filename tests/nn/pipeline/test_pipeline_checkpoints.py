@@ -45,7 +45,7 @@ def begun(grid, **options):
 
 def learn(state, steps):
     """Train with different gradients in each stage. Layers of the last stage have no gradient in every second step."""
-    net, last = state.network, max(state.network.stages) == state.network.whole.shape.stages - 1
+    net, last = state.network, max(state.network.stages) == state.network.parent_grid.shape.stages - 1
     for step in range(steps):
         for layers in net.stages.values():
             first = layers.parameters()[0]
@@ -197,7 +197,7 @@ def test_another_network_or_grid_is_refused_by_all_ranks(comm, shared_path, fail
             for load, into in ((other.resume, keeper), (partial(load_weights, other.network), path)):
                 fails(CheckpointError, f"is the checkpoint of another network. {text}", partial(load, into))
             assert same(weights(), before)
-        text = r"not on the 4 ranks of the network; .* size 1. Make Checkpoints\(network.whole, folder\)"
+        text = r"not on the 4 ranks of the network; .* size 1. Make Checkpoints\(network.parent_grid, folder\)"
         for call in (state.save, state.resume):
             fails(CheckpointError, text, partial(call, stage))
         assert os.listdir(shared_path) == [path.name]

@@ -142,11 +142,11 @@ def test_ranks_of_a_stage_are_compared_and_stages_are_not(comm):
     with staged(comm, 2, data=2) as grid:
         parallel = BackwardSync.of(grid.stage)
         parallel.digest = 7 + grid.coords.pipe
-        agreed = step_agreement(grid.stage, 1.0, np.arange(3.0), whole=grid)
+        agreed = step_agreement(grid.stage, 1.0, np.arange(3.0), parent=grid)
         assert (agreed.loss, agreed.norm) == (4.0, np.sqrt(12.0))
         parallel.digest += grid.rank == 3
         with pytest.raises(DisagreementError, match="the ranks made different backward passes"):
-            step_agreement(grid.stage, whole=grid)
+            step_agreement(grid.stage, parent=grid)
 
 
 @pytest.mark.parallel([2])

@@ -183,7 +183,7 @@ def test_a_cut_by_cost_is_the_best_of_all_cuts_that_fit(layers, stages, memory, 
         own = [[part for part, [holder] in zip(parts, ranks) if holder == rank] for rank in range(len(live))]
         return max(sum(each.flop for each in part) for part in parts), max(
             sum(each.weights for part in held for each in part)
-            + live[rank] * max(sum(each.kept for each in part) for part in held)
+            + live[rank] * max(sum(each.saved for each in part) for part in held)
             for rank, held in enumerate(own)
         )
 

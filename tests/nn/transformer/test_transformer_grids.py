@@ -81,7 +81,7 @@ def train_in_parts(net, case, library):
 
     def agree(loss, square):
         slopes.update(gradients_here(net))
-        return step_agreement(net.grid, loss, square, whole=net.whole)
+        return step_agreement(net.grid, loss, square, parent=net.parent_grid)
 
     found, _ = train_step(net, optim.SGD(net.parameters(), lr=0.0), LOSS, parts, agree=agree)
     return found, slopes
