@@ -268,7 +268,7 @@ def steps(options: argparse.Namespace, machine: Machine, folder: Path) -> Iterat
 
 def simulated(given: Settings, name: str, machine: Machine) -> float:
     """Seconds of a step of the first rank of a grid, by its dry run."""
-    made, shape, per_node = DrySteps(checked({**given}), keep=ALL), grid_named(name), machine.ranks_per_node
+    made, shape, per_node = DrySteps(checked({**given}), cached_bytes=ALL), grid_named(name), machine.ranks_per_node
     return simulate(tasks(made.of(shape, per_node).actions, machine, groups_of(shape, per_node))).seconds
 
 
@@ -300,7 +300,7 @@ def memory(options: argparse.Namespace, machine: None, folder: Path) -> Iterator
     }
     said, found = {}, {}
     for name, (given, grid) in [*runs.items()][:1] + [*runs.items()]:  # the first run loads modules
-        made = DrySteps(checked({**given}), keep=ALL)
+        made = DrySteps(checked({**given}), cached_bytes=ALL)
         said[name] = [made.of(grid, grid.size, rank).memory for rank in range(grid.size)]
         before = resident_afresh()
         with trainer(on_grid(given, name_of(grid)), MPI.COMM_WORLD) as run:

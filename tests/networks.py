@@ -143,7 +143,7 @@ def spread(grid, whole, layout=INPUT, library=TESTED, dtype=None) -> DistMatrix:
         return DistMatrix.from_global(grid, array, layout=layout)
     r0, r1, c0, c1 = layout.summed.box(whole.shape, grid.shape, grid.coords)
     local = to_library(whole[r0:r1, c0:c1], library, dtype if whole.dtype.kind == "f" else None)
-    return DistMatrix(grid, local, whole.shape, layout)._keep_one()
+    return DistMatrix(grid, local, whole.shape, layout)._zero_unless_first()
 
 
 def loss_of(net, case: Case, x, y, library=TESTED, dtype="float64"):

@@ -94,22 +94,22 @@ def machine_here(
     Rank 0 reads the file and broadcasts the machine. It ignores a file that is damaged or from another machine, and
     logs a warning. Every rank raises Pmm3dError if the named machine is unknown or cannot be read.
     """
-    found: Machine | None = None
+    machine: Machine | None = None
     error: Pmm3dError | None = None
     if comm.rank == 0:
         try:
             asked = asked or Settings().machine
             if asked != AUTO_MACHINE:
-                found = load(asked)
+                machine = load(asked)
             elif on_host:
-                found = _of_job(ranks_per_node, nodes)
+                machine = _of_job(ranks_per_node, nodes)
         except Pmm3dError as raised:
             error = raised
-    found, error = comm.bcast((found, error))
+    machine, error = comm.bcast((machine, error))
     if error is not None:
         error.everywhere = True
         raise error
-    return found
+    return machine
 
 
 def measured_here(ranks_per_node: int | None = None, nodes: int = 1) -> Machine | None:

@@ -234,7 +234,7 @@ def import_files(
             with _opened(file, "pt" if torch or bits else "numpy") as opened:
                 for name in filter(held.__contains__, tensors):
                     _read_shard(opened.get_slice(name), tensors[name], len(shapes[name]) == 1)
-                    tensors[name]._keep_one()
+                    tensors[name]._zero_unless_first()
 
 
 def contents_of(path: Path) -> tuple[dict[str, str], dict[str, str]]:

@@ -187,7 +187,7 @@ def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
             for _, name, box in group:
                 _fill_piece(file[name], box, box & matrices[name].box, matrices[name])
     for matrix in matrices.values():
-        matrix._keep_one()
+        matrix._zero_unless_first()
 
 
 def _fill_piece(dataset: h5py.Dataset, origin: Box, piece: Box, matrix: DistMatrix) -> None:

@@ -90,8 +90,8 @@ class Tokenizer:
         if self.json is None:
             return "bytes"
         with suppress(ValueError, AttributeError):
-            found = json.loads(self.json)
-            known = {key: found.get(key) for key in OF_TOKENS}
+            description = json.loads(self.json)
+            known = {key: description.get(key) for key in OF_TOKENS}
             model = {
                 key: value
                 for key, value in known["model"].items()

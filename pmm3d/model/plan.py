@@ -226,15 +226,15 @@ class RankPlan:
 
     def slices(self, panel: int, low: int = 0, high: int | None = None) -> Slices:
         """Return the contracted indices of a panel within low:high, in order. Adjacent slices are merged."""
-        found: Slices = []
+        slices: Slices = []
         ends = [bisect_left(self.intervals, (edge,)) for edge in (low, self.depth if high is None else high)]
         for start, stop in self.intervals[slice(*ends)]:
             first, last = part_range(stop - start, self.plan.panels, panel)
-            if found and found[-1][1] == start + first:
-                found[-1] = found[-1][0], start + last
+            if slices and slices[-1][1] == start + first:
+                slices[-1] = slices[-1][0], start + last
             elif last > first:
-                found.append((start + first, start + last))
-        return found
+                slices.append((start + first, start + last))
+        return slices
 
     @cached_property
     def depths(self) -> list[int]:

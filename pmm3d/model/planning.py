@@ -96,16 +96,16 @@ def plan_product(
         plan = replace(plan, rounds=max(move.rounds(most) for move in moves))
     k_axis, limit = roles[1], max_workspace
     in_place = plan.c == 0 and k_axis in in_node and getattr(grid, k_axis) <= DIRECT
-    whole = replace(plan, sums_in_place=True) if in_place else plan
+    undecomposed = replace(plan, sums_in_place=True) if in_place else plan
     if overlap == DECOMPOSED:
         decomposed = replace(plan, decomposed=True)
         _check_decomposed(decomposed, wanted, limit)
         return decomposed
-    if overlap == AUTO and panels is None and decomposes(whole, nodes):
+    if overlap == AUTO and panels is None and decomposes(undecomposed, nodes):
         decomposed = replace(plan, decomposed=True)
         if limit is None or decomposed.workspace <= limit:
             return decomposed
-    return whole if limit is None else _within(whole, limit)
+    return undecomposed if limit is None else _within(undecomposed, limit)
 
 
 def decomposes(plan: ProductPlan, nodes: int) -> bool:
@@ -183,7 +183,7 @@ def _assignments(
 
     With empty operands, too, this is the one selected, although others move no bytes either.
     """
-    found = list[Assignment]()
+    assignments = list[Assignment]()
     for roles in ROLES:
         m_axis, k_axis, n_axis = roles
         a_dim = _sharded_dim(a, grid, m_axis, k_axis, n_axis)
@@ -194,10 +194,10 @@ def _assignments(
             a_dim = 0 if a_order == "C" else 1
         if b_dim is None:
             b_dim = 0 if b_order == "C" else 1
-        found.append((roles, (a_dim, b_dim, -1 if c_dim == -1 else 0), moves))
+        assignments.append((roles, (a_dim, b_dim, -1 if c_dim == -1 else 0), moves))
         if not any(moves):
-            return (found[-1],)
-    return tuple(found)
+            return (assignments[-1],)
+    return tuple(assignments)
 
 
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:

@@ -235,11 +235,11 @@ def _worth(costs: ProductCosts, shapes: list[Sizes3], limit: int, number: int, p
     """Return the grids to price: the best by the estimate, presets, and with a limit also those with least memory."""
     if len(shapes) <= number:
         return shapes
-    product, dtype, found, fitting = costs.product, costs.dtype, dict.fromkeys(presets), shapes
+    product, dtype, worth, fitting = costs.product, costs.dtype, dict.fromkeys(presets), shapes
     if limit < NO_LIMIT:
         fitting = [shape for shape in shapes if estimated_bytes(product, dtype, shape) <= NEAR * limit]
-        found |= dict.fromkeys(least_bytes(product, dtype, shapes))
-    return [*(found | dict.fromkeys(nsmallest(number, fitting, key=Estimate(costs))))]
+        worth |= dict.fromkeys(least_bytes(product, dtype, shapes))
+    return [*(worth | dict.fromkeys(nsmallest(number, fitting, key=Estimate(costs))))]
 
 
 def _order(candidate: Candidate, costs: ProductCosts) -> tuple[float, ...]:

@@ -364,16 +364,16 @@ def _evaluated(
             made = first._empty_in(first.layout, first.grid, kind) if out is None else out
             by_rows(library, function, made._stored, *(flipped(array, made.order) for array in arrays))
             return made
-    found = function(*arrays)
-    kind = _checked_type(library, found, out)
-    if tuple(found.shape) != first.box.shape:
+    values = function(*arrays)
+    kind = _checked_type(library, values, out)
+    if tuple(values.shape) != first.box.shape:
         raise LayoutError(
-            f"elementwise: the function makes the shape {tuple(found.shape)} of {first.box.shape}; it must keep it"
+            f"elementwise: the function makes the shape {tuple(values.shape)} of {first.box.shape}; it must keep it"
         )
     if out is not None:
-        copy_into(library, found, out.memory)
+        copy_into(library, values, out.memory)
         return out
-    stored = library.as_input(flipped(found, first.order))
+    stored = library.as_input(flipped(values, first.order))
     if any(library.share_memory(stored, array) for array in arrays):
         stored = library.copy(stored)
     return type(first)(first.grid, flipped(stored, first.order), first.shape, first.layout, first.order)
@@ -381,10 +381,10 @@ def _evaluated(
 
 def _checked_type(library: NumpyLibrary, made: Array, out: StoredMatrix | None) -> str:
     """Element type of an array that a function returned. Raises DTypeError for a wrong library or type."""
-    found = library_of(made)
-    if found != library:
+    other = library_of(made)
+    if other != library:
         raise DTypeError(
-            f"elementwise: the function makes arrays of {found.kind} of those of {library.kind}; it must keep to them"
+            f"elementwise: the function makes arrays of {other.kind} of those of {library.kind}; it must keep to them"
         )
     kind = check_matrix_dtype(library.dtype(made), library)
     if out is not None and out.dtype != kind:

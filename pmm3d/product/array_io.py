@@ -103,7 +103,9 @@ class ArrayIO(StoredMatrix):
 
         passed = *array_signature(array), *passed_contents(grid, array)
         source = lambda: array_source(grid, array, values)
-        return construct(cls, "DistMatrix.from_global", grid, source, layout, order, shared, *passed)._keep_one()
+        return construct(
+            cls, "DistMatrix.from_global", grid, source, layout, order, shared, *passed
+        )._zero_unless_first()
 
     @classmethod
     def _scattered(cls, grid: Grid, array: Array, layout: Layout, root: int, order: str, shared: bool) -> Self:
@@ -137,7 +139,7 @@ class ArrayIO(StoredMatrix):
                 move.start(matrix.library, arrays, [matrix.memory], work=work).wait()
         if order == "F":
             matrix = cls(grid, in_order(library, matrix.memory, order), shape, layout, order)
-        return matrix._keep_one()
+        return matrix._zero_unless_first()
 
     @classmethod
     def from_local(
@@ -291,8 +293,8 @@ class ArrayIO(StoredMatrix):
                 path,
                 dataset,
                 library_kind(library),
-                is_found=True,
-            )._keep_one()
+                shape_is_own=True,
+            )._zero_unless_first()
 
     def to_file(self, path: str | os.PathLike[str], dataset: str | None = None, *, overwrite: bool = False) -> None:
         """Write the matrix to a .npy file or to a new HDF5 file. Collective.

@@ -51,13 +51,13 @@ def construct(
     order: str,
     shared: bool,
     *passed: Any,
-    is_found: bool = False,
+    shape_is_own: bool = False,
 ) -> Matrix:
     """Make a new matrix of a class. Collective.
 
-    source     the source, or a function that returns it; a function may raise on one rank only
-    passed     further values that the ranks compare
-    is_found   whether each rank determines shape and type itself; then the ranks compare them too
+    source         the source, or a function that returns it; a function may raise on one rank only
+    passed         further values that the ranks compare
+    shape_is_own   whether each rank determines shape and type itself; then the ranks compare them too
     """
     if isinstance(source, Source):
         passed = source.shape, *passed, compared_dtype(source.dtype), library_kind(source.library)
@@ -78,7 +78,7 @@ def construct(
         )
         if not shared:
             local = in_order(library, local, order)
-    if is_found:
+    if shape_is_own:
         with grid.collective_call(what, *passed, shape, dtype):
             pass
     if shared:
@@ -310,7 +310,7 @@ class Constructors(StoredMatrix):
                [ 1.,  0.]])
         """
         source = Source(shape, dtype, library, values_of(function))
-        return construct(cls, "DistMatrix.from_function", grid, source, layout, order, shared)._keep_one()
+        return construct(cls, "DistMatrix.from_function", grid, source, layout, order, shared)._zero_unless_first()
 
     @classmethod
     def full(
@@ -349,7 +349,7 @@ class Constructors(StoredMatrix):
 
         return construct(
             cls, "DistMatrix.full", grid, Source(shape, dtype, library, values), layout, order, shared, value
-        )._keep_one()
+        )._zero_unless_first()
 
     @classmethod
     def zeros(
@@ -430,7 +430,9 @@ class Constructors(StoredMatrix):
         """
         values = lambda library, box, dtype: random.drawn(library, box, dtype, int(shape[1]), seed, distribution)
         source = Source(shape, dtype, library, values, labels=False)
-        return construct(cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution)._keep_one()
+        return construct(
+            cls, "DistMatrix.random", grid, source, layout, order, shared, seed, distribution
+        )._zero_unless_first()
 
     @classmethod
     def identity(
@@ -447,7 +449,7 @@ class Constructors(StoredMatrix):
         made = construct(cls, "DistMatrix.identity", grid, source, layout, "C", False)
         for diagonal, _ in diagonals(made):
             diagonal[...] = 1
-        return made._keep_one()
+        return made._zero_unless_first()
 
     @classmethod
     def diag(
@@ -500,4 +502,4 @@ class Constructors(StoredMatrix):
         numbers = library_of(values).to_numpy(values)
         for diagonal, first in diagonals(made):
             diagonal[...] = made.library.from_numpy(numbers[first : first + diagonal.shape[0]], made.dtype)
-        return made._keep_one()
+        return made._zero_unless_first()

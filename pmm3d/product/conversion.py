@@ -61,12 +61,12 @@ def from_tiles(
     move = planned(grid, tiled, on_grid, dtype, library)
     here = _in_place(given, on_grid, grid.rank, library, dtype) if move.in_place else None
     if move.in_place and not grid.comm.largest(here is None) and here is not None:
-        return cls(grid, flipped(here, order), tiled.shape, layout, order)._keep_one()
+        return cls(grid, flipped(here, order), tiled.shape, layout, order)._zero_unless_first()
     with grid.collective_call(what, always=True):
         local = new_array(library, on_grid.box(grid.rank).shape, dtype, order)
     with grid.ledger.phase("redistribute"):
         move.start(library, given, [local] * len(on_grid.tiles(grid.rank))).wait()
-    return cls(grid, local, tiled.shape, layout, order)._keep_one()
+    return cls(grid, local, tiled.shape, layout, order)._zero_unless_first()
 
 
 @one_thread

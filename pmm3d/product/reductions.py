@@ -155,15 +155,15 @@ class Reductions(StoredMatrix):
         """
         with self.grid.collective_call("diagonal", self._signature):
             check_numbers("diagonal", self)
-            found = self.library.empty((min(self.shape),), self.dtype)
-            found[...] = 0
+            own = self.library.empty((min(self.shape),), self.dtype)
+            own[...] = 0
         if not min(self.shape):
-            return found
+            return own
         if _counts(self):
             for values, first in diagonals(self):
-                found[first : first + values.shape[0]] = self.library.conjugate(values) if self.conjugated else values
+                own[first : first + values.shape[0]] = self.library.conjugate(values) if self.conjugated else values
         with self.grid.ledger.phase("diagonal"):
-            total: Array = self.grid.everyone.all_reduce(found, agreed=True).wait()
+            total: Array = self.grid.everyone.all_reduce(own, agreed=True).wait()
         return total
 
     def _own_of_all(

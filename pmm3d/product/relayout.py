@@ -276,7 +276,7 @@ def redistribution(matrix: StoredMatrix, out: StoredMatrix, borrowed: ExitStack)
             local = here if matrix.order == "C" else here.T
             with grid.ledger.phase("redistribute"):
                 move.start(library, [local], [out.memory], work=memory).wait()
-            out._keep_one()
+            out._zero_unless_first()
         if matrix.conjugated != out.conjugated:
             library.conjugate_in_place(out._stored)
 
@@ -410,7 +410,7 @@ class Submatrices(StoredMatrix):
                 move.start(a.library, [a.memory], [made.memory], work=work).wait()
         if a.conjugated:
             a.library.conjugate_in_place(made._stored)
-        return made._keep_one()
+        return made._zero_unless_first()
 
     @one_thread
     def set_submatrix(self, rows: slice, cols: slice, a: Self) -> Self:

@@ -176,7 +176,7 @@ class StoredMatrix(Uncompared):
         """The shard as a C-contiguous array, before conjugation."""
         return flipped(self.memory, self.order)
 
-    def _keep_one(self) -> Self:
+    def _zero_unless_first(self) -> Self:
         """Fill the shard with zeros, unless this rank is the first along each axis of partial sums."""
         if self.grid.coords is not None and any(getattr(self.grid.coords, axis) for axis in self.layout.sums):
             self.memory[...] = 0

@@ -135,9 +135,9 @@ def table_command(
             dtype="float32" if dtype is None else dtype,
             overwrite=overwrite,
         )
-    found = _in_words(done, inputs if arrays and inputs else INPUTS, targets if arrays and targets else TARGETS)
+    contents = _in_words(done, inputs if arrays and inputs else INPUTS, targets if arrays and targets else TARGETS)
     sampled = done.columns is None and not arrays
-    say(f"wrote {target}: {found}{'; no header: the first line is a sample' if sampled else ''}")
+    say(f"wrote {target}: {contents}{'; no header: the first line is a sample' if sampled else ''}")
 
 
 @one_process
@@ -188,25 +188,25 @@ def _columns(text: str | None) -> list[str] | None:
 
 def _in_words(done: Converted, inputs: str, targets: str) -> str:
     """Return shapes, columns, classes and header in words."""
-    found = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
+    words = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
     if done.targets is None:
-        found.append("no targets")
+        words.append("no targets")
     else:
-        found.append(f"{targets} {' x '.join(map(str, done.targets))}{_of(done.target_columns)}")
+        words.append(f"{targets} {' x '.join(map(str, done.targets))}{_of(done.target_columns)}")
     if done.classes is not None:
         sizes = [f"{name} ({count})" for name, count in done.classes.items()]
-        found.append(f"{counted(len(sizes), 'class')}: {names_in_words(sizes, MOST_NAMES)}")
+        words.append(f"{counted(len(sizes), 'class')}: {names_in_words(sizes, MOST_NAMES)}")
     if done.columns is not None:
-        found.append("the first line is a header")
+        words.append("the first line is a header")
     if done.dropped:
-        found.append(f"{counted(done.dropped, 'line')} with missing values left out")
+        words.append(f"{counted(done.dropped, 'line')} with missing values left out")
     if done.filled:
-        found.append(f"{counted(done.filled, 'missing value')} replaced by the mean of the column")
+        words.append(f"{counted(done.filled, 'missing value')} replaced by the mean of the column")
     if done.columns and "" in done.columns:
-        found.append(
+        words.append(
             "note: an input has no name, as the row numbers that pandas writes; leave them out with to_csv(index=False)"
         )
-    return "; ".join(found)
+    return "; ".join(words)
 
 
 def _of(columns: list[str] | None) -> str:

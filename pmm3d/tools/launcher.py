@@ -65,13 +65,13 @@ BINDINGS = ("PRTE_MCA_hwloc_default_binding_policy", "HYDRA_BINDING")
 
 def installed_wheel() -> str | None:
     """Return the MPI wheel that is installed beside this Python, or None. Raises LauncherError if there are two."""
-    found = installed_wheels()
-    if len(found) > 1:
+    wheels = installed_wheels()
+    if len(wheels) > 1:
         raise LauncherError(
-            f"{' and '.join(found)} are installed together in {sys.prefix} and overwrite each other's "
+            f"{' and '.join(wheels)} are installed together in {sys.prefix} and overwrite each other's "
             "mpiexec. Make a fresh environment with one of them, or name an mpiexec in PMM3D_MPIEXEC."
         )
-    return found[0] if found else None
+    return wheels[0] if wheels else None
 
 
 def mpiexec_command(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -50,10 +50,10 @@ def descendants(ancestor: int) -> list[int]:
     if not parents:
         lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
         parents = {int(pid): int(parent) for pid, parent in map(str.split, lines)}
-    found = [ancestor]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
+    processes = [ancestor]
+    for pid in processes:
+        processes += [child for child, parent in parents.items() if parent == pid]
+    return processes[1:]
 
 
 def _stat(pid: int | str) -> list[str]:
@@ -128,9 +128,9 @@ class LocalRanks:
     def _rank_of(self, pid: int) -> int | None:
         with suppress(OSError):
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found = dict(word.split(b"=", 1) for word in words if word.startswith(self._variables))
-            for number in filter(bytes.isdigit, found.values()):
-                self.hydra = set(found) == {b"PMI_RANK"}
+            variables = dict(word.split(b"=", 1) for word in words if word.startswith(self._variables))
+            for number in filter(bytes.isdigit, variables.values()):
+                self.hydra = set(variables) == {b"PMI_RANK"}
                 return int(number)
         return None
 

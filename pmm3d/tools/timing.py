@@ -125,13 +125,13 @@ def one_a_core(usable: Sequence[tuple[str, Collection[int]]], threads: int) -> s
         >>> one_a_core([("a", {0}), ("a", {0}), ("a", {1}), ("b", {0, 1}), ("b", {0, 1}), ("b", {0, 1})], 1)
         {0, 2, 3, 4}
     """
-    found, taken = set[int](), set[tuple[str, int]]()
+    chosen, taken = set[int](), set[tuple[str, int]]()
     for rank, (host, own) in enumerate(usable):
         free = [(host, core) for core in sorted(own) if (host, core) not in taken][: max(1, threads)]
         if free:
-            found.add(rank)
+            chosen.add(rank)
             taken.update(free)
-    return found
+    return chosen
 
 
 class CoreShare(NamedTuple):
@@ -186,9 +186,9 @@ class Sampler:
 
     def largest(self, *values: float) -> list[float]:
         """Return the largest of the ranks' values, for each of the values."""
-        mine, found = np.array(values, np.float64), np.empty(len(values), np.float64)
-        self.comm.Allreduce(mine, found, MPI.MAX)
-        return found.tolist()
+        mine, maxima = np.array(values, np.float64), np.empty(len(values), np.float64)
+        self.comm.Allreduce(mine, maxima, MPI.MAX)
+        return maxima.tolist()
 
     def meet(self, idle: bool = False) -> None:
         """Wait for all ranks, and leave the cores to them meanwhile. idle: poll rarely."""

@@ -162,7 +162,7 @@ def test_every_grid_of_few_ranks_is_simulated(machine, ranks):
 
 def test_a_candidate_costs_what_the_simulation_of_its_step_says():
     settings, grid = config([96, 64]), GridShape(2, 1, 2, 2)
-    step = step_of(settings, grid, 4, samples=(32, 10, True), keep=PERLMUTTER.memory // 4)
+    step = step_of(settings, grid, 4, samples=(32, 10, True), cached_bytes=PERLMUTTER.memory // 4)
     found = rank_training(settings, 8, PERLMUTTER, samples=(32, 10, True))
     (candidate,) = [each for each in found.candidates if each.grid == grid]
     assert candidate.seconds == pytest.approx(simulated(step, PERLMUTTER, grid, 4))
@@ -220,7 +220,7 @@ def test_ranks_that_are_dealt_out_in_turn_have_nothing_inside():
     settings = config([512, 512])
     node = PERLMUTTER.with_ranks_per_node(4)
     grid, found = GridShape(1, 1, 4, 2), {}
-    step = step_of(settings, grid, 4, samples=(32, 10, True), keep=PERLMUTTER.memory // 4)
+    step = step_of(settings, grid, 4, samples=(32, 10, True), cached_bytes=PERLMUTTER.memory // 4)
     for run in (None, 1):
         ranking = rank_training(settings, 8, node, samples=(32, 10, True), run=run)
         (candidate,) = [each for each in ranking.candidates if each.grid == grid]
@@ -291,7 +291,7 @@ def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
     assert {str(each.grid) for each in free} == {"2x1x1", "1x2x1", "1x1x2", "1x1x1 (data 2)"}
     for found in [*free, *named]:
         with given(grid=found.grid):
-            step = DrySteps(settings, SAMPLES, keep=2**62).of(found.grid, NOMINAL.ranks_per_node)
+            step = DrySteps(settings, SAMPLES, cached_bytes=2**62).of(found.grid, NOMINAL.ranks_per_node)
             groups = groups_of(found.grid, NOMINAL.ranks_per_node)
             whole = terms_of(simulate(tasks(step.actions, NOMINAL, groups)))
             assert found.seconds == pytest.approx(sum(whole.values()), rel=0.02)

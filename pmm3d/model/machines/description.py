@@ -97,10 +97,10 @@ class Machine:
     def pass_seconds(self, name: str, nbytes: int) -> float:
         """Return the seconds of a pass that reads and writes `nbytes`, such as an elementwise operation, a sum, a
         copy."""
-        found = self.passes.get(name) or self.passes.get(DEFAULT)
-        if found is None:
+        law = self.passes.get(name) or self.passes.get(DEFAULT)
+        if law is None:
             raise Pmm3dError(f"machine {self.name} has no figures for passes over memory")
-        return found.overhead + nbytes / found.rate
+        return law.overhead + nbytes / law.rate
 
     def collective_seconds(self, operation: str, group: Group, nbytes: float) -> float:
         """Return the seconds of a collective alone, in all groups of the axis at once.
@@ -134,14 +134,14 @@ class Machine:
         law = self.laws.get("all_gather") or self.laws.get(DEFAULT)
         if law is None:
             return GATHERS_FROM
-        found = NEVER
+        least = NEVER
         for size in WHOLES:
             received = size * (group.size - 1) / group.size
             flat, by_nodes = (law.seconds("all_gather", group, received, way) for way in (False, True))
             if by_nodes > flat:
                 break
-            found = size
-        return found
+            least = size
+        return least
 
     @property
     def overhead_in_step(self) -> float:
@@ -163,11 +163,11 @@ class Machine:
         are left out, and `sources` has a note."""
         if number == self.ranks_per_node:
             return self
-        found = replace(self, ranks_per_node=number)
+        changed = replace(self, ranks_per_node=number)
         if not self.collectives:
-            return found
+            return changed
         source = f"by laws: collectives were measured with {counted(self.ranks_per_node, 'rank')} a node"
-        return replace(found, collectives=(), sources={**self.sources, "collectives": source})
+        return replace(changed, collectives=(), sources={**self.sources, "collectives": source})
 
     @cached_property
     def _measured(self) -> dict[tuple[str, int, int, int], Measured]:

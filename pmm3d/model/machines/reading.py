@@ -194,7 +194,7 @@ FINITE = number("a finite number", lambda value: True)
 POSITIVE = number("a finite number above 0", lambda value: value > 0)
 NOT_NEGATIVE = number("a finite number of at least 0", lambda value: value >= 0)
 SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
-WHOLE = number("a whole number of at least 0", lambda value: value >= 0 and value == int(value), int)
+NATURAL = number("a whole number of at least 0", lambda value: value >= 0 and value == int(value), int)
 COUNT = number("a whole number of at least 1", lambda value: value >= 1 and value == int(value), int)
 POSITIVES = Values("a list of finite numbers above 0", replace(POSITIVE, needed="a list of finite numbers above 0"))
 COUNTS = Values("a list of whole numbers above 0", replace(COUNT, needed="a list of whole numbers above 0"))
@@ -219,7 +219,7 @@ FILE = Section(
     {
         "name": TEXT,
         "ranks_per_node": COUNT,
-        "memory": WHOLE,
+        "memory": NATURAL,
         "peak": Section({}, dict.fromkeys(MATRIX_DTYPES, POSITIVE)),
         "gemm": Section({}, dict.fromkeys(MATRIX_DTYPES, _gemms)),
         "passes": Section({DEFAULT: PASS}, others=lambda key: PASS),

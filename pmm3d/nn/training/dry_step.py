@@ -57,10 +57,10 @@ class Step(NamedTuple):
 class DrySteps:
     """Dry steps of a configuration on any grid, by the code that trains.
 
-    samples   sizes of the data. Default: read from the data file
-    keep      bytes of gathered weights that a rank keeps after the forward pass if overlap.reshard_after_forward is
-              left out; a run keeps a quarter of its free memory
-    own       what network.build and optimizer.build give, if the files were run already
+    samples        sizes of the data. Default: read from the data file
+    cached_bytes   bytes of gathered weights that a rank caches after the forward pass if
+                   overlap.reshard_after_forward is left out; a run keeps a quarter of its free memory
+    own            what network.build and optimizer.build give, if the files were run already
 
     micro_batches   number of micro-batches of a step;   rows   of the largest micro-batch
 
@@ -71,10 +71,10 @@ class DrySteps:
         self,
         config: Config,
         samples: tuple[int, ...] | SampleSizes | None = None,
-        keep: int = 0,
+        cached_bytes: int = 0,
         own: Own | None = None,
     ):
-        self.config, self.keep = config, keep
+        self.config, self.cached_bytes = config, cached_bytes
         if samples is None and not Path(config.data.file).exists():
             raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
         self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore
@@ -140,7 +140,7 @@ class DrySteps:
         """Return the step of the rank of a dry grid."""
         config, samples, stage = self.config, self.samples, dry.stage
         parallel = Tape.of(stage).parallel
-        parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.keep
+        parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.cached_bytes
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self._own.network)
         optimizer, batch, count = (
@@ -211,7 +211,7 @@ def step_of(
     ranks_per_node: int,
     rank: int = 0,
     samples: tuple[int, ...] | SampleSizes | None = None,
-    keep: int = 0,
+    cached_bytes: int = 0,
 ) -> Step:
     """Return the step of a rank of a grid of that shape; ranks fill node after node. Arguments and errors as of
     `DrySteps`.
@@ -222,7 +222,7 @@ def step_of(
         >>> [str(action) for action in step.actions if action.what == "gemm"][:2], step.memory["weights"]
         (['gemm 4 x 16 x 4 float32', 'gemm 4 x 4 x 16 float32'], 256)
     """
-    return DrySteps(config, samples, keep).of(shape, ranks_per_node, rank)
+    return DrySteps(config, samples, cached_bytes).of(shape, ranks_per_node, rank)
 
 
 def _checked(samples: SampleSizes) -> SampleSizes:

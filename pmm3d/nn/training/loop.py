@@ -218,7 +218,7 @@ class Trainer:
                 self.request = self._train()
             except Pmm3dError as error:
                 if error.everywhere:  # all ranks are here, so a collective is possible
-                    self._keep_newest()
+                    self._try_to_finish()
                 raise
             self._finish()
         return self.request < END
@@ -357,7 +357,7 @@ class Trainer:
         if isfinite(value):
             return
         where = first_non_finite(self.state.network, inputs)
-        self._keep_newest()
+        self._try_to_finish()
         with self.grid.collective_call("training"):
             newest = self.checkpoints.latest() if self.checkpoints is not None else None
             remedy = f"The newest checkpoint, {newest}, is from before. " if newest is not None else ""
@@ -391,7 +391,7 @@ class Trainer:
         self._held += time.perf_counter() - begun
         self._wrote(path)
 
-    def _keep_newest(self) -> None:
+    def _try_to_finish(self) -> None:
         """Complete the checkpoint that is written in the background, if possible, before an error ends the run."""
         try:
             self._finish()

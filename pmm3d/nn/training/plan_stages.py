@@ -27,12 +27,13 @@ Terms = Mapping[str, float]
 class RankCosts:
     """Costs of a rank of a pipeline; seconds by terms as in `Candidate.terms`.
 
-    passes       (kind, stage) -> seconds of one pass, of the kinds F, I and W
-    rest         seconds outside passes: sums over data, the optimizer, the agreement
-    activations  stage -> bytes of a micro-batch from F to I;   saved_for_weights: the same from I to W
-    received     bytes for each micro-batch, and further bytes
-    memory       bytes by kind in a step of `SHOWN` micro-batches
-    message      bytes of the largest message to another stage
+    passes              (kind, stage) -> seconds of one pass, of the kinds F, I and W
+    rest                seconds outside passes: sums over data, the optimizer, the agreement
+    activations         stage -> bytes of a micro-batch from F to I
+    saved_for_weights   stage -> bytes of a micro-batch from I to W
+    received            bytes for each micro-batch, and further bytes
+    memory              bytes by kind in a step of `SHOWN` micro-batches
+    message             bytes of the largest message to another stage
     """
 
     passes: Mapping[tuple[str, int], Terms]

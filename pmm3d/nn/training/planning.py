@@ -116,7 +116,7 @@ def dry_steps(
 ) -> DrySteps:
     """Return the dry steps of a plan. A rank keeps gathered weights in up to a quarter of its memory."""
     limit = _limit(machine, limit)
-    return DrySteps(config, samples, keep=UNLIMITED if limit == UNLIMITED else limit // 4)
+    return DrySteps(config, samples, cached_bytes=UNLIMITED if limit == UNLIMITED else limit // 4)
 
 
 def _limit(machine: Machine, limit: int | None) -> int:

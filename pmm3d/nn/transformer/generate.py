@@ -84,11 +84,11 @@ def generate(
     ...     nn.generate(net, [[1, 2]], 3, temperature=0).shape
     (1, 5)
     """
-    tokens, whole = _array(prompt), network.parent_grid
+    tokens, grid = _array(prompt), network.parent_grid
     ragged = tokens.dtype == object and tokens.ndim == 1
     rows = [*map(_array, tokens)] if ragged else [tokens]
     asked = digest(repr([row.tolist() for row in rows])), length, temperature, top_k, seed, vocabulary
-    with whole.collective_call("generate", *asked, always=True):
+    with grid.collective_call("generate", *asked, always=True):
         natural(
             1 if vocabulary is None else vocabulary, "generate: vocabulary is a whole number, at least 1", 1, Pmm3dError
         )
@@ -98,7 +98,7 @@ def generate(
     made: list[Any] = [None] * len(sequences)
     for size in dict.fromkeys(map(len, sequences)):
         numbers = [number for number, row in enumerate(sequences) if len(row) == size]
-        found = _continued(
+        continued = _continued(
             network,
             np.stack([sequences[number] for number in numbers]),
             numbers,
@@ -108,7 +108,7 @@ def generate(
             seed,
             vocabulary,
         )
-        for number, row in zip(numbers, found):
+        for number, row in zip(numbers, continued):
             made[number] = row
     return [row.tolist() for row in made] if ragged else np.stack(made).reshape(*tokens.shape[:-1], -1)
 

@@ -194,7 +194,7 @@ def _timed(
     grid: Grid, case: Case, timer: Timer, work: Callable[[], Any], say: Tell
 ) -> tuple[list[float], Reference | None]:
     """Return the seconds of each timing of the product, and the reference, timed in turns, or None. Collective."""
-    kinds, found = [(timer, work)], [list[float](), list[float]()]
+    kinds, seconds = [(timer, work)], [list[float](), list[float]()]
     if case.reference:
         name, library, plain = reference_of(case)
         kinds.append((Timer(grid, library), plain))
@@ -202,11 +202,11 @@ def _timed(
     for index in range(case.repeat):
         say(f"product {index + 1} of {case.repeat}")
         for kind in range(len(kinds)) if index % 2 else reversed(range(len(kinds))):
-            found[kind].append(kinds[kind][0].seconds(kinds[kind][1]))
+            seconds[kind].append(kinds[kind][0].seconds(kinds[kind][1]))
     if not case.reference:
-        return found[0], None
-    ours, theirs = map(median, found)
-    return found[0], Reference(name, found[1], case.flop / theirs / 1e9, theirs / ours)
+        return seconds[0], None
+    ours, theirs = map(median, seconds)
+    return seconds[0], Reference(name, seconds[1], case.flop / theirs / 1e9, theirs / ours)
 
 
 def reference_of(case: Case) -> tuple[str, NumpyLibrary, Work]:

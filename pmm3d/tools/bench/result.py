@@ -202,21 +202,21 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, including the fields of the limit. Environment and reference are objects."""
-        found = {name: value for name, value in vars(self).items() if name != "limit"} | self.limit._asdict()
-        return found | {
+        fields = {name: value for name, value in vars(self).items() if name != "limit"} | self.limit._asdict()
+        return fields | {
             "environment": self.environment._asdict(),
             "reference": self.reference and self.reference._asdict(),
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Result:
+    def from_json(cls, document: Mapping[str, Any]) -> Result:
         """Return the result that `as_json` made this object from. Raises KeyError or TypeError for other objects."""
         records = {
-            "limit": Limit(*(found[name] for name in Limit._fields)),
-            "environment": Environment(**found["environment"]),
-            "reference": found["reference"] and Reference(**found["reference"]),
+            "limit": Limit(*(document[name] for name in Limit._fields)),
+            "environment": Environment(**document["environment"]),
+            "reference": document["reference"] and Reference(**document["reference"]),
         }
-        return cls(**{name: value for name, value in found.items() if name not in Limit._fields} | records)
+        return cls(**{name: value for name, value in document.items() if name not in Limit._fields} | records)
 
 
 class TimePart(NamedTuple):
@@ -236,16 +236,16 @@ class TimePart(NamedTuple):
 def time_parts(result: Result) -> list[TimePart]:
     """Return the parts of the time of a product. They add up to the mean time of a repetition on its slowest rank."""
     parts = []
-    for phase, found in result.phases.items():
-        name, off_core = COMPUTED.get(phase, f"computing: {phase}"), found["off_core"]
+    for phase, sums in result.phases.items():
+        name, off_core = COMPUTED.get(phase, f"computing: {phase}"), sums["off_core"]
         for part, seconds, meaning in (
-            (name, found["computed"] - off_core, "with a core"),
+            (name, sums["computed"] - off_core, "with a core"),
             (f"{name}, no core", off_core, "another process has the core"),
         ):
             if seconds:
                 parts.append(TimePart(part, seconds, None, meaning))
-        if phase in WAITED or found["waited"]:
-            parts.append(TimePart(f"wait: {phase}", found["waited"], found["waited_max"], WAITED.get(phase, "")))
+        if phase in WAITED or sums["waited"]:
+            parts.append(TimePart(f"wait: {phase}", sums["waited"], sums["waited_max"], WAITED.get(phase, "")))
     rest = fmean(result.seconds) - sum(part.seconds for part in parts)
     return [
         *parts,

@@ -61,18 +61,18 @@ def kind(result: Result) -> str:
 
 
 def environment(result: Result) -> dict[str, str]:
-    found = result.environment
+    measured_on = result.environment
     hosts = [
         f"{host} ({counted(ranks, 'rank')} on {counted(cores, 'core')})"
-        for host, ranks, cores in zip(found.hosts, found.ranks_per_host, found.cores_per_host)
+        for host, ranks, cores in zip(measured_on.hosts, measured_on.ranks_per_host, measured_on.cores_per_host)
     ]
-    devices = ", ".join(f"{number} x {name}" for name, number in Counter(found.devices).items())
+    devices = ", ".join(f"{number} x {name}" for name, number in Counter(measured_on.devices).items())
     return {
         "hosts": names_in_words(hosts, MOST_HOSTS),
         **({"devices": devices} if devices else {}),
-        "CPU": found.cpu,
-        "BLAS": blas_in_words(found.blas, found.kernel, found.threads),
-        "MPI": found.mpi,
+        "CPU": measured_on.cpu,
+        "BLAS": blas_in_words(measured_on.blas, measured_on.kernel, measured_on.threads),
+        "MPI": measured_on.mpi,
     }
 
 
@@ -82,7 +82,7 @@ def product(result: Result) -> dict[str, str]:
     in_place = f"; {' and '.join(result.in_place)} read in place" if result.in_place else ""
     low, middle, high = (in_time(figure) for figure in (min(result.seconds), result.median, max(result.seconds)))
     cube, together = result.cores * result.limit.square_core_gflops, result.limit.at_once_gflops
-    found = {
+    lines = {
         "grid": f"{result.shape} of {counted(result.ranks, 'rank')}{idle}; {counted(result.panels, 'panel')} along k; "
         f"overlap {result.overlap}{in_place}",
         "blocks": ", ".join(f"{name} {rows} x {cols}" for name, (rows, cols) in result.blocks.items()),
@@ -96,26 +96,26 @@ def product(result: Result) -> dict[str, str]:
         "ratio": f"[bold]{result.ratio:.3f}[/] of the limit",
     }
     if not result.limit.is_cube:
-        found["ratio"] += (
+        lines["ratio"] += (
             f"; {result.gflops / cube if cube else 0:.3f} of {result.limit.square} cubed on all {result.unit}"
         )
     if together:
-        found["at once"] = (
+        lines["at once"] = (
             f"[bold]{result.gflops / together:.3f}[/] of {in_flops(1e9 * together)}, the rate of that "
             "GEMM on all cores together without messages"
         )
     if result.reference is not None:
-        found["reference"] = (
+        lines["reference"] = (
             f"[bold]{result.reference.share:.3f}[/] of the rate of {result.reference.name}, "
             f"{in_flops(1e9 * result.reference.gflops)}, timed in turns"
         )
     bound, at_work = result.lower_bound_bytes, result.ranks - result.idle_ranks
-    found["lower bound"] = f"{bound:,.0f} bytes received, for any algorithm on {counted(at_work, 'rank')}"
+    lines["lower bound"] = f"{bound:,.0f} bytes received, for any algorithm on {counted(at_work, 'rank')}"
     if bound:
-        found["lower bound"] += f"; this product received {result.received / bound:.3f} times that"
+        lines["lower bound"] += f"; this product received {result.received / bound:.3f} times that"
     verdict = "[green]yes[/]" if result.verified else "[red]NO[/]"
     asked = result.verification != NOT_ASKED_FOR
-    return found | {"verified": f"{verdict} ({result.verification})" if asked else f"[yellow]{NOT_ASKED_FOR}[/]"}
+    return lines | {"verified": f"{verdict} ({result.verification})" if asked else f"[yellow]{NOT_ASKED_FOR}[/]"}
 
 
 def times(result: Result) -> FigureTable:
@@ -128,11 +128,13 @@ def times(result: Result) -> FigureTable:
         ("part", "ms", "share", "worst rank ms", "what it is"),
         sentences=("what it is",),
     )
-    whole = fmean(result.seconds)
+    mean_seconds = fmean(result.seconds)
     for part in time_parts(result):
         most = "" if part.most is None else milliseconds(part.most)
-        table.add_row(part.name, milliseconds(part.seconds), percent(part.seconds / whole), most, part.meaning)
-    table.add_row("whole product", milliseconds(whole), "", "", "the slowest rank of each repetition", style="bold")
+        table.add_row(part.name, milliseconds(part.seconds), percent(part.seconds / mean_seconds), most, part.meaning)
+    table.add_row(
+        "whole product", milliseconds(mean_seconds), "", "", "the slowest rank of each repetition", style="bold"
+    )
     return table
 
 
@@ -193,7 +195,7 @@ def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
         )
         for result in results
     ]
-    best, found = results[0], results[0].environment
+    best, measured_on = results[0], results[0].environment
     with picture(path, 9, 2.2 + 0.45 * len(results)) as figure:
         axes = figure.subplots()
         bars(axes, rows, COLOURS)
@@ -216,10 +218,10 @@ def draw(results: Sequence[Result], path: Path | BytesIO) -> None:
             xlim=(0, 1.2 * max(ends)),
         )
         if isinstance(path, Path):  # a page has its own title above the picture
-            blas, hosts = environment(best)["BLAS"], names_in_words(found.hosts, MOST_HOSTS)
+            blas, hosts = environment(best)["BLAS"], names_in_words(measured_on.hosts, MOST_HOSTS)
             axes.set_title(
                 titled(
                     f"{title(best)}, {best.dtype}, {counted(best.ranks, 'rank')}",
-                    f"{hosts}: {found.cpu}; {blas}; {date.today().isoformat()}",
+                    f"{hosts}: {measured_on.cpu}; {blas}; {date.today().isoformat()}",
                 )
             )

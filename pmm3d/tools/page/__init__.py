@@ -28,15 +28,15 @@ def write_page(source: str | os.PathLike[str], output: str | os.PathLike[str] | 
     from .run_page import run_page
 
     path = Path(source)
-    found = read_source(path)
-    if isinstance(found, RunFiles):
-        page, target = run_page(found), found.path / "report.html"
+    contents = read_source(path)
+    if isinstance(contents, RunFiles):
+        page, target = run_page(contents), contents.path / "report.html"
     else:
         from ..bench.result import Result
         from .bench_page import bench_page
 
         try:
-            page, target = bench_page(path, [*map(Result.from_json, found)]), path.with_suffix(".html")
+            page, target = bench_page(path, [*map(Result.from_json, contents)]), path.with_suffix(".html")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise Pmm3dError(
                 f"{path} contains no figures of pmm3d bench --json ({type(error).__name__}: {error}): name {OF_A_RUN}"

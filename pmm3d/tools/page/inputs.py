@@ -119,7 +119,7 @@ def _record(path: Path, notes: list[str]) -> RunFile | None:
 
 def _read_bench(path: Path) -> list[Json]:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise Pmm3dError(f"{path} is not JSON ({error}): name {OF_A_RUN}") from None
-    return found if isinstance(found, list) else [found]
+    return document if isinstance(document, list) else [document]

@@ -111,7 +111,7 @@ def _kinds(ranks: Columns, moved: Sequence[Moved]) -> tuple[Kinds, dict[str, str
     }
     kinds = computing | {kind: seconds for kind, (_, seconds) in waiting.items()} | other
     kinds[REST] = [
-        max(0.0, whole - sum(seconds[rank] for seconds in kinds.values())) for rank, whole in enumerate(ranks.seconds)
+        max(0.0, total - sum(seconds[rank] for seconds in kinds.values())) for rank, total in enumerate(ranks.seconds)
     ]
     colours = (
         dict(zip(computing, cycle(BLUES)))
@@ -138,13 +138,13 @@ def _imbalance(ranks: Columns, moved: Sequence[Moved]) -> tuple[list[int], float
     """Return the ranks in order, the busiest first; the busy time of the busiest rank over the median; and the mean
     extra time that the other ranks wait for messages, as a share of all time. A rank is busy if it does not wait for
     messages. Waiting for the loader counts as busy, because the other ranks wait for it too."""
-    whole = ranks.seconds
+    totals = ranks.seconds
     by_axis = [seconds for axis, seconds in _waited_by_axis(moved).items() if axis]
-    waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(whole)
-    busy = [max(1e-9, seconds - waits) for seconds, waits in zip(whole, waited)]
-    order = sorted(range(len(whole)), key=lambda rank: waited[rank])
+    waited = [sum(column) for column in zip(*by_axis)] or [0.0] * len(totals)
+    busy = [max(1e-9, seconds - waits) for seconds, waits in zip(totals, waited)]
+    order = sorted(range(len(totals)), key=lambda rank: waited[rank])
     others = (sum(waited) - waited[order[0]]) / max(1, len(waited) - 1)
-    return order, busy[order[0]] / median(busy), (others - waited[order[0]]) / max(1e-9, sum(whole) / len(whole))
+    return order, busy[order[0]] / median(busy), (others - waited[order[0]]) / max(1e-9, sum(totals) / len(totals))
 
 
 def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ def _spread(values: Sequence[float], in_words: Callable[[float], str]) -> tuple[
 
 def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> Section:
     """Return a table of received bytes and waits of each collective, the longest waits first. steps: of the run."""
-    whole, busiest = max(1e-9, sum(ranks.seconds)), max(map(sum, zip(*(entry.received for entry in moved))), default=0)
+    total, busiest = max(1e-9, sum(ranks.seconds)), max(map(sum, zip(*(entry.received for entry in moved))), default=0)
     share = (
         f", or {in_bytes(busiest / steps)} for each of {counted(steps, 'step')}, evaluations included" if steps else ""
     )
@@ -172,10 +172,10 @@ def collectives_section(ranks: Columns, moved: Sequence[Moved], steps: int) -> S
             in_bytes(max(entry.received)),
             in_bytes(sum(entry.received)),
             *_spread(entry.waited, in_time),
-            Cell(percent(sum(entry.waited) / whole), bar=sum(entry.waited) / whole),
+            Cell(percent(sum(entry.waited) / total), bar=sum(entry.waited) / total),
         )
         for entry in entries
-        if any(entry.received) or sum(entry.waited) > 1e-4 * whole
+        if any(entry.received) or sum(entry.waited) > 1e-4 * total
     ]
     if not rows:
         lead = "Nothing was moved" + (": there is one rank." if len(ranks.seconds) == 1 else " yet.")

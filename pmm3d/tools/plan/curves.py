@@ -120,7 +120,7 @@ def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
     time, and grids like `best` and like the grid that it found last."""
     known = {(training.config.data.batch_size, ranks): best}
 
-    def found(config: Config, count: int) -> GridShape:
+    def best_grid(config: Config, count: int) -> GridShape:
         key = config.data.batch_size, count
         if key not in known:
             last = [*known.values()][-1]
@@ -133,7 +133,7 @@ def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
             )
         return known[key]
 
-    return found
+    return best_grid
 
 
 def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
@@ -148,14 +148,14 @@ def curves_of(
     training: Training, ranks: int, counts: Sequence[int], grid_of: GridOf, told: Callable[[int, int], None]
 ) -> list[Curve]:
     """Return the strong and the weak curve. The configuration's batch is for `ranks`. told(points done, all points)."""
-    found = list[Curve]()
+    curves = list[Curve]()
     for kind in ("strong", "weak"):
         points = list[Point]()
         for count in counts:
             points.append(_point(training, kind, ranks, count, grid_of))
-            told(len(counts) * len(found) + len(points), 2 * len(counts))
-        found.append(Curve(kind, points))
-    return found
+            told(len(counts) * len(curves) + len(points), 2 * len(counts))
+        curves.append(Curve(kind, points))
+    return curves
 
 
 def _point(training: Training, kind: str, ranks: int, count: int, grid_of: GridOf) -> Point:
@@ -220,12 +220,12 @@ def draw_curves(curves: Sequence[Curve], what: str, path: Path) -> None:
     all panels are drawn as one line with several names."""
     lines = list[tuple[list[Line], list[str]]]()
     for variant in STYLES:
-        found = [_line(curve, variant) for curve in curves]
-        same = [variants for drawn, variants in lines if all(map(_coincide, drawn, found))]
+        of_variant = [_line(curve, variant) for curve in curves]
+        same = [variants for drawn, variants in lines if all(map(_coincide, drawn, of_variant))]
         if same:
             same[0].append(variant)
         else:
-            lines.append((found, [variant]))
+            lines.append((of_variant, [variant]))
     with picture(path, 6.5 * len(curves), 4.5) as figure:
         panels = figure.subplots(1, len(curves), squeeze=False)[0]
         for number, (curve, axes) in enumerate(zip(curves, panels)):

@@ -103,8 +103,8 @@ def pipeline_command(
     asked = Asked(ranks, micro_batches, times, peak_live)
     if schedule is None:
         with bar("plan pipeline") as told:
-            found, left_out = simulated(asked, told)
-        figures = compare(found, left_out)
+            ranked, left_out = simulated(asked, told)
+        figures = compare(ranked, left_out)
     else:
         with bar("plan pipeline"):
             table, line = asked.simulated(schedule)

@@ -44,16 +44,16 @@ LETTERS = 6
 def times_of(name: str, text: str) -> list[float]:
     """Return the times of an option: one, or one for each stage. Raises Pmm3dError for another text."""
     try:
-        found = [float(word) for word in text.split(",")]
+        times = [float(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(isfinite(time) and time >= 0 for time in found):
+        times = []
+    if not times or not all(isfinite(time) and time >= 0 for time in times):
         raise Pmm3dError(
             f"--{name} {text!r} is not a time: give a number of at least 0, or one for each stage, separated by commas"
         )
-    if name == "communication" and len(found) > 1:
+    if name == "communication" and len(times) > 1:
         raise Pmm3dError(f"--communication takes one number, the time of a message between any two ranks; got {text!r}")
-    return found
+    return times
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ class Asked:
         passed = stages_passed(table)
 
         def each(name: str) -> list[float]:
-            found = self.times[name]
-            if len(found) == 1:
-                return [found[0] / passed[table.stages[stage]] for stage in table.stages]
-            if len(found) != len(table.stages):
+            times = self.times[name]
+            if len(times) == 1:
+                return [times[0] / passed[table.stages[stage]] for stage in table.stages]
+            if len(times) != len(table.stages):
                 raise PipelineError(
-                    f"--{name} has {len(found)} times, and {table.name} has {counted(len(table.stages), 'stage')}: "
+                    f"--{name} has {len(times)} times, and {table.name} has {counted(len(table.stages), 'stage')}: "
                     "give one number, or one for each stage"
                 )
-            return list(found)
+            return list(times)
 
         return Times(each("forward"), each("backward"), each("weight"), self.times["communication"][0])
 
@@ -136,26 +136,26 @@ Simulated = list[tuple[PipelineSchedule, TimeLine]]
 
 def simulated(asked: Asked, told: Callable[..., None]) -> tuple[Simulated, list[str]]:
     """Return all schedules and their time lines, the fastest first, and the reasons why others are left out."""
-    found, left_out, names = Simulated(), list[str](), schedule_names()
+    done, left_out, names = Simulated(), list[str](), schedule_names()
     for number, name in enumerate(names, 1):
         told(number, len(names), f"schedules: {name}")
         try:
-            found.append(asked.simulated(name))
+            done.append(asked.simulated(name))
         except PipelineError as error:
             left_out.append(str(error))
-    if not found:
+    if not done:
         raise PipelineError(left_out[0])
-    return sorted(found, key=lambda each: each[1].makespan), left_out
+    return sorted(done, key=lambda each: each[1].makespan), left_out
 
 
-def compare(found: Simulated, left_out: list[str]) -> dict[str, Any]:
+def compare(ranked: Simulated, left_out: list[str]) -> dict[str, Any]:
     """Print a line for each schedule. Return the figures of each schedule by name."""
-    first = found[0][0]
+    first = ranked[0][0]
     table = FigureTable(
         f"[bold]{counted(first.ranks, 'rank')}, {counted(first.micro_batches, 'micro-batch')}[/]",
         ["schedule", "makespan", "bubble %", "peak live", "messages"],
     )
-    for each, line in found:
+    for each, line in ranked:
         table.add_row(
             each.name,
             f"{line.makespan:.5g}",
@@ -165,7 +165,7 @@ def compare(found: Simulated, left_out: list[str]) -> dict[str, Any]:
         )
     console(sys.stdout).print(table)
     tell(*(f"left out: {reason}" for reason in left_out))
-    return {each.name: figures_of(each, line) for each, line in found}
+    return {each.name: figures_of(each, line) for each, line in ranked}
 
 
 def print_schedule(table: PipelineSchedule, line: TimeLine) -> None:
@@ -210,8 +210,8 @@ def label(table: PipelineSchedule, action: PipelineAction, width: int) -> str:
     """Return the kind and the micro-batch of an action, or the kind alone, in `width` columns. Lower case: not the
     first stage of the rank."""
     kinds = [each.kind if _is_first(table, each.stage) else each.kind.lower() for each in action.each]
-    whole = "".join(f"{kind}{each.micro}" for kind, each in zip(kinds, action.each))
-    return (whole if len(whole) <= width else "".join(kinds)).ljust(width, "-")[:width]
+    text = "".join(f"{kind}{each.micro}" for kind, each in zip(kinds, action.each))
+    return (text if len(text) <= width else "".join(kinds)).ljust(width, "-")[:width]
 
 
 def _is_first(table: PipelineSchedule, stage: int) -> bool:

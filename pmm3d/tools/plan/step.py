@@ -195,16 +195,18 @@ class FirstRank:
         }
 
 
-def print_first_rank(found: FirstRank) -> None:
+def print_first_rank(first_rank: FirstRank) -> None:
     """Print the communication along each axis, and the longest actions."""
     axes = FigureTable(
         "[bold]Communication of the first rank[/]", ("axis", "received", "ms by itself", "ms hidden", "ms waited")
     )
-    waits, hidden = found.waits, found.hidden
-    for axis, seconds in found.alone.items():
-        axes.add_row(axis, in_bytes(found.received[axis]), *map(milliseconds, (seconds, hidden[axis], waits[axis])))
+    waits, hidden = first_rank.waits, first_rank.hidden
+    for axis, seconds in first_rank.alone.items():
+        axes.add_row(
+            axis, in_bytes(first_rank.received[axis]), *map(milliseconds, (seconds, hidden[axis], waits[axis]))
+        )
     largest = FigureTable("[bold]Longest actions of the first rank[/], without overlap", ("what", "times", "ms"))
-    for share in found.largest[:LARGEST]:
+    for share in first_rank.largest[:LARGEST]:
         largest.add_row(escape(share.what), f"{share.times:,}", milliseconds(share.seconds))
     screen = console(sys.stdout)
     for table in (axes, largest):

@@ -20,12 +20,12 @@ Key = tuple[str, str]
 REMEDY = "Name a file of pmm3d train --trace"
 
 
-def write_trace(path: Path, found: FirstRank, real: Sequence[Event] = ()) -> str:
+def write_trace(path: Path, first_rank: FirstRank, real: Sequence[Event] = ()) -> str:
     """Write the simulated step together with the events of a run (`read_trace`). Return a sentence about the file."""
-    begin, where = _place(real, found.timeline)
+    begin, where = _place(real, first_rank.timeline)
     process = 1 + max((event["pid"] for event in real), default=-1)
-    name = f"simulated first rank of grid {found.grid}"
-    lines = map(json.dumps, [*real, *trace_events(found.timeline, name, process, begin)])
+    name = f"simulated first rank of grid {first_rank.grid}"
+    lines = map(json.dumps, [*real, *trace_events(first_rank.timeline, name, process, begin)])
     replace_file(path, ('{"traceEvents": [\n' + ",\n".join(lines) + "\n]}\n").encode())
     return f"wrote {path}{where}"
 

@@ -98,13 +98,13 @@ def group_of(grid: Grid, axis: Axis) -> Group:
 
 def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], dict[tuple[int, int], Group]]:
     """Return rows, and (inside, nodes) -> the group that was measured. Collective."""
-    rows, found = list[Measured](), dict[tuple[int, int], Group]()
+    rows, measured_groups = list[Measured](), dict[tuple[int, int], Group]()
     if sampler.comm.size == 1:
-        return rows, found
+        return rows, measured_groups
     with sampler.section(SECONDS):
         buffers, timing = Buffers(SIZES[-1], sampler.comm.size), Timing(sampler)
         for group, _, axis in groups(sampler.comm):
-            found[group.inside, group.nodes] = group
+            measured_groups[group.inside, group.nodes] = group
             if axis.node_map.per_node > 1:  # the laws assume the default rule, not that of an earlier measurement
                 axis.node_map = axis.node_map._replace(gathers_from=GATHERS_FROM)
             for operation in OPERATIONS:
@@ -113,7 +113,7 @@ def measured_collectives(sampler: Sampler, tell: Tell) -> tuple[list[Measured], 
                 if points:
                     nbytes, seconds = zip(*points)
                     rows.append(Measured(operation, group.inside, group.nodes, nbytes, seconds))
-    return rows, found
+    return rows, measured_groups
 
 
 class Timing:
@@ -139,8 +139,8 @@ class Timing:
             gemm()
             completed(begin)
 
-        found = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS, always=always)
-        return None if found is None else max(found - self._alone, found * LEAST_SHARE)
+        both_seconds = self._sampler.measure(both, samples=MORE_SAMPLES, sample_seconds=SAMPLE_SECONDS, always=always)
+        return None if both_seconds is None else max(both_seconds - self._alone, both_seconds * LEAST_SHARE)
 
 
 def _points(
@@ -148,20 +148,20 @@ def _points(
 ) -> list[tuple[int, float]]:
     """Return (bytes, seconds) of each size, ascending; [] if there was no time for all sizes, because the time of more
     bytes is computed from the last point."""
-    found = list[tuple[int, float]]()
+    points = list[tuple[int, float]]()
     for size in SIZES:
         begin = collective(axis, operation, size, buffers)
         record = completed(begin)
         (nbytes,) = map(int, sampler.largest(max(record.received, record.sent)))
-        if found and nbytes <= found[-1][0]:
+        if points and nbytes <= points[-1][0]:
             continue
         seconds = timing.seconds(begin, always)
         if seconds is None:
             return []
-        found.append((nbytes, seconds))
+        points.append((nbytes, seconds))
         if seconds > LONGEST:
             break
-    return found
+    return points
 
 
 Begin = Callable[[], Pending]
@@ -179,12 +179,12 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Beg
     ranks, library = axis.size, buffers.library
     leaving, coming = buffers.leaving, buffers.coming
     part = max(1, nbytes // ELEMENT // (1 if operation == "shift" else ranks - 1))
-    counts, whole = [part] * ranks, leaving[: part * ranks]
+    counts, sent = [part] * ranks, leaving[: part * ranks]
     if operation == "all_gather":
         return partial(axis._all_gather_into, leaving[:part], coming[: part * ranks], counts)
     if operation == "reduce_scatter":
-        memory = reduce_scatter_work(library, whole, counts, axis.index, 0, axis.node_map)
-        return lambda: axis._reduce_scatter_into(whole, coming[:part], counts, work=buffers.slab(memory))
+        memory = reduce_scatter_work(library, sent, counts, axis.index, 0, axis.node_map)
+        return lambda: axis._reduce_scatter_into(sent, coming[:part], counts, work=buffers.slab(memory))
     if operation == "all_reduce":
         size = max(1, part * ranks // 2)
         memory = all_reduce_work((size,), "float32", ranks, axis.index, axis.node_map)
@@ -198,20 +198,20 @@ def collective(axis: Axis, operation: str, nbytes: int, buffers: Buffers) -> Beg
 def measured_hidden(sampler: Sampler, dtype: str, tell: Tell) -> dict[str, float]:
     """Return the share of an all-reduce that runs during GEMMs, in the largest group inside a node and in the largest
     group with one rank on each node. Collective."""
-    found = dict[str, float]()
+    shares = dict[str, float]()
     if sampler.comm.size == 1:
-        return found
+        return shares
     buffers = Buffers(HIDDEN_BYTES, sampler.comm.size)
     gemm = GemmOperands(library_for(dtype), dtype, [HIDDEN_GEMM]).gemm(HIDDEN_GEMM)
     for group, grid, axis in groups(sampler.comm):
         place = PLACES[group.nodes > 1]
-        if place not in found and (group.nodes == 1 or group.inside == 1):
+        if place not in shares and (group.nodes == 1 or group.inside == 1):
             with sampler.section(HIDDEN_SECONDS):
                 share = _share_hidden(sampler, grid, collective(axis, "all_reduce", HIDDEN_BYTES, buffers), gemm)
             tell("hidden", 1)
             if share is not None:
-                found[place] = share
-    return found
+                shares[place] = share
+    return shares
 
 
 def _share_hidden(sampler: Sampler, grid: Grid, begin: Begin, gemm: Work) -> float | None:

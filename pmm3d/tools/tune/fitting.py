@@ -59,8 +59,8 @@ def relative_fit(matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     """
     weighted = matrix / seconds[:, None]
     scale = np.maximum(weighted.max(axis=0), np.finfo(float).tiny)
-    found, _ = nnls(weighted / scale, np.ones(len(seconds)))
-    return found / scale
+    solution, _ = nnls(weighted / scale, np.ones(len(seconds)))
+    return solution / scale
 
 
 def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -87,7 +87,7 @@ def measure(comm: MPI.Intracomm, dtypes: list[str], budget: float, tell: Tell) -
         sources=_sources(nodes),
         gemms=gemms,
         passes={DEFAULT: copy, rates.COPY: copy},
-        peak={dtype: max(max(points.flops) for points in found.forms.values()) for dtype, found in gemms.items()},
+        peak={dtype: max(max(points.flops) for points in by_form.forms.values()) for dtype, by_form in gemms.items()},
         collectives=tuple(even(rows, groups)),
         laws=fitted(rows, groups),
         hidden=collectives.measured_hidden(sampler, dtypes[0], tell),
@@ -131,7 +131,7 @@ def print_report(report: Report, console: Console) -> None:
         f"{abs(1e6 * seconds):.1f} us {'less' if seconds < 0 else 'longer'}" for seconds in machine.in_steps
     )
     source = machine.sources["in_steps"]
-    found = {
+    rows = {
         "ranks": f"{len(report.hosts)} on {counted(len(set(report.hosts)), 'node')}",
         "memory": f"{in_bytes(machine.memory)} a rank",
         **{f"GEMM {dtype}": f"at best {in_flops(peak)} a rank" for dtype, peak in machine.peak.items()},
@@ -145,7 +145,7 @@ def print_report(report: Report, console: Console) -> None:
         else f"compared with a loop of one action, a GEMM or pass takes {action}, a collective inside a "
         f"node {inside}, a collective across nodes {across}",
     }
-    console.print(facts(f"\n[bold]{machine.name}[/]", found))
+    console.print(facts(f"\n[bold]{machine.name}[/]", rows))
     if machine.collectives:
         table = FigureTable(
             "[bold]Collectives[/], all groups at once",

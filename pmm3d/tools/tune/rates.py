@@ -36,9 +36,9 @@ def shapes(sizes: tuple[int, ...]) -> list[Shape]:
         >>> len(shapes(SIZES)), (4096, 64, 64) in shapes(FORMS["nn"]), (4096, 1024, 16) in shapes(FORMS["nn"])
         (80, True, False)
     """
-    found = [(m, n, k) for m, n, k in product((1, *sizes), sizes, sizes) if max(m * n, m * k, k * n) <= MOST_ELEMENTS]
-    Random(0).shuffle(found)
-    return sorted(found, key=lambda shape: len(set(shape)) > 1)
+    chosen = [(m, n, k) for m, n, k in product((1, *sizes), sizes, sizes) if max(m * n, m * k, k * n) <= MOST_ELEMENTS]
+    Random(0).shuffle(chosen)
+    return sorted(chosen, key=lambda shape: len(set(shape)) > 1)
 
 
 def count(dtypes: list[str]) -> int:
@@ -52,7 +52,7 @@ def library_for(dtype: str) -> NumpyLibrary:
 
 def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int], None]) -> dict[str, Gemms]:
     """Return the rates of each type and form. A shape that was not measured gets the rate of the nearest shape."""
-    found: dict[str, dict[str, dict[Shape, float]]] = {dtype: {form: {} for form in FORMS} for dtype in dtypes}
+    per_shape: dict[str, dict[str, dict[Shape, float]]] = {dtype: {form: {} for form in FORMS} for dtype in dtypes}
     orders = {form: shapes(sizes) for form, sizes in FORMS.items()}
     operands = {dtype: GemmOperands(library_for(dtype), dtype, orders["nn"]) for dtype in dtypes}
     with sampler.section(GEMM_SECONDS):
@@ -62,10 +62,10 @@ def measured_gemms(sampler: Sampler, dtypes: list[str], tell: Callable[[str, int
                 seconds = sampler.measure_busy(operands[dtype].gemm(shape, form), always=index == 0)
                 tell(f"gemm {dtype} {form}", 1)
                 if seconds is not None:
-                    found[dtype][form][shape] = flop_of(*shape, dtype) / seconds
+                    per_shape[dtype][form][shape] = flop_of(*shape, dtype) / seconds
     return {
         dtype: Gemms(None, {form: filled(FORMS[form], rates) for form, rates in forms.items()})
-        for dtype, forms in found.items()
+        for dtype, forms in per_shape.items()
     }
 
 

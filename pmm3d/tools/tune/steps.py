@@ -74,10 +74,10 @@ def grids(ranks: int) -> list[GridShape]:
         ['1x1x1 (data 768)', '256x1x1 (data 3)', '1x1x256 (data 3)', '2x2x2 (data 96)']
     """
     along = max(size for size in range(1, LAYERS[0] + 1) if ranks % size == 0)
-    found = [GridShape(1, 1, 1, ranks), GridShape(along, 1, 1, ranks // along), GridShape(1, 1, along, ranks // along)]
+    shapes = [GridShape(1, 1, 1, ranks), GridShape(along, 1, 1, ranks // along), GridShape(1, 1, along, ranks // along)]
     if ranks % 8 == 0:
-        found.append(GridShape(2, 2, 2, ranks // 8))
-    return list(dict.fromkeys(found))
+        shapes.append(GridShape(2, 2, 2, ranks // 8))
+    return list(dict.fromkeys(shapes))
 
 
 def count(ranks: int) -> int:
@@ -86,15 +86,15 @@ def count(ranks: int) -> int:
 
 def measured_steps(sampler: Sampler, ranks_per_node: int, tell: Callable[[str, int], None]) -> list[MeasuredStep]:
     """Return the measured steps, equal on all ranks. Collective."""
-    found = list[MeasuredStep]()
+    steps = list[MeasuredStep]()
     with sampler.section(SECONDS):
         for _, rows, shape in product(range(TURNS), ROWS, grids(sampler.comm.size)):
             with Grid(sampler.comm, shape[:3], shape.data) as grid:
                 seconds = sampler.measure(_step(grid, rows), samples=SAMPLES)
             tell("steps", 1)
             if seconds is not None:
-                found.append(MeasuredStep(seconds, _actions(shape, rows), groups_of(shape, ranks_per_node)))
-    return found
+                steps.append(MeasuredStep(seconds, _actions(shape, rows), groups_of(shape, ranks_per_node)))
+    return steps
 
 
 def _actions(shape: GridShape, rows: int) -> list[Action]:
@@ -156,9 +156,9 @@ def unsteadiness(steps: Sequence[MeasuredStep]) -> float:
 
 def _collectives_alone(steps: Sequence[MeasuredStep], machine: Machine) -> np.ndarray:
     """Return the seconds of the collectives of all steps by themselves: inside a node, and across nodes."""
-    found = np.zeros(2)
+    seconds = np.zeros(2)
     for step in steps:
         for action in step.actions:
             if action.what == "begin":
-                found[int(step.groups[action.axis].nodes > 1)] += seconds_of(action, machine, step.groups)
-    return found
+                seconds[int(step.groups[action.axis].nodes > 1)] += seconds_of(action, machine, step.groups)
+    return seconds

@@ -113,9 +113,9 @@ def _tune(
     gemms = of_training(config, job) if config else [gemm for dtype in dtypes for gemm in of_product(sizes, dtype, job)]
     if not (gemms := [gemm for gemm in gemms if gemm.dtype in DTYPES]):
         raise Pmm3dError(f"no GEMM of this training has a type of BLAS ({', '.join(DTYPES)})")
-    found = candidates(asked, cpu())
-    with progress("tune blas", True, ROUNDS * len(found) * len(gemms)) as tell:
-        timed, absent = measure(found, gemms, per_node, threads, tell)
+    tried = candidates(asked, cpu())
+    with progress("tune blas", True, ROUNDS * len(tried) * len(gemms)) as tell:
+        timed, absent = measure(tried, gemms, per_node, threads, tell)
     named = {candidate: why for candidate, why in absent.items() if asked or "no such BLAS" not in why}
     print_timed(timed, named, per_node, console(sys.stdout))
     chosen = {dtype: choice(timed, dtype) for dtype in ("", *dict.fromkeys(gemm.dtype for gemm in gemms))}

@@ -129,10 +129,10 @@ def of_training(path: Path, ranks: int) -> list[Gemm]:
 
 def _counted(actions: list[Any]) -> list[Gemm]:
     """Return the GEMMs among the actions, counted, in descending order of their operations."""
-    found = Counter(
+    times_of = Counter(
         (action.m, action.n, action.k, action.dtype, action.form or "nn") for action in actions if action.what == "gemm"
     )
-    gemms = [Gemm(*what, times) for what, times in found.items()]
+    gemms = [Gemm(*what, times) for what, times in times_of.items()]
     return sorted(gemms, key=lambda gemm: -gemm.flop * gemm.times)[:MOST_GEMMS]
 
 
@@ -209,7 +209,7 @@ class WorkerPool:
 
 
 def measure(
-    found: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threads: int, tell: Callable[[str, int], None]
+    tried: Sequence[Candidate], gemms: Sequence[Gemm], ranks: int, threads: int, tell: Callable[[str, int], None]
 ) -> tuple[list[Timed], dict[Candidate, str]]:
     """Time each GEMM with every candidate in turn, and take the medians of the rounds. Return the candidates that can
     be used, in their order, and the reasons why the others cannot.
@@ -222,14 +222,14 @@ def measure(
     operands: dict[str, int] = {}  # of the largest GEMM of each type; smaller ones use parts of its operands
     for m, n, k, dtype, *_ in gemms:
         operands[dtype] = max(operands.get(dtype, 0), itemsize(dtype) * (m * k + k * n + m * n))
-    free = available_memory() // (ranks * len(found))
+    free = available_memory() // (ranks * len(tried))
     if lack := lack_of_memory("a BLAS with its operands", sum(operands.values()), free, gethostname()):
         raise OutOfMemoryError(
-            f"{lack} and {len(found)} BLASes. Name fewer with --blas, or give smaller sizes or more --ranks"
+            f"{lack} and {len(tried)} BLASes. Name fewer with --blas, or give smaller sizes or more --ranks"
         )
     tell("looking for BLASes", 0)
     with ExitStack() as stack:
-        pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in found]
+        pools = [WorkerPool(stack, candidate, ranks, threads, gemms) for candidate in tried]
         absent = {pool.candidate: pool.problem for pool in pools if pool.problem}
         # If several candidates have the same file and kernel, only the first one is timed.
         here = {(pool.loaded["file"], pool.loaded["kernel"]): pool for pool in reversed(pools) if pool.loaded}

@@ -42,12 +42,12 @@ def load(shapes: Mapping[str, Sequence[tuple[int, int, int]]]) -> dict[str, Any]
 def seconds(dtype: str, shape: tuple[int, int, int], form: str) -> float:
     """Return the median seconds of the calls of a GEMM within SECONDS, without the first call. If the first call takes
     longer than SECONDS, its time is returned."""
-    gemm, found = OPERANDS[dtype].gemm(shape, form), list[float]()
+    gemm, samples = OPERANDS[dtype].gemm(shape, form), list[float]()
     begun = time.perf_counter()
-    while len(found) < 2 or time.perf_counter() - begun < SECONDS:
+    while len(samples) < 2 or time.perf_counter() - begun < SECONDS:
         start = time.perf_counter()
         gemm()
-        found.append(time.perf_counter() - start)
-        if found[0] > SECONDS:
-            return found[0]
-    return median(found[1:])
+        samples.append(time.perf_counter() - start)
+        if samples[0] > SECONDS:
+            return samples[0]
+    return median(samples[1:])

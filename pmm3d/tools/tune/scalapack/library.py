@@ -136,7 +136,7 @@ def _loaded(names: Sequence[str]) -> ctypes.CDLL:
     """Load the first library that is found. Raises Pmm3dError if there is none, or if it uses another MPI."""
     for name in names:
         try:
-            found = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+            library = ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
             break
         except OSError as error:
             missing = error
@@ -146,10 +146,10 @@ def _loaded(names: Sequence[str]) -> ctypes.CDLL:
             "the file: pmm3d tune scalapack /path/to/libscalapack.so"
         )
     text, length = ctypes.create_string_buffer(MPI.MAX_LIBRARY_VERSION_STRING), c_int()
-    found.MPI_Get_library_version(text, byref(length))
+    library.MPI_Get_library_version(text, byref(length))
     if (theirs := text.value.decode()) != (ours := MPI.Get_library_version().rstrip("\0")):
         raise Pmm3dError(
-            f"{found._name} uses {theirs.splitlines()[0]}, and mpi4py {ours.splitlines()[0]}. Start a Python whose "
+            f"{library._name} uses {theirs.splitlines()[0]}, and mpi4py {ours.splitlines()[0]}. Start a Python whose "
             "mpi4py uses the MPI of ScaLAPACK, such as that of .venv-embed (make embed)"
         )
-    return found
+    return library

@@ -60,7 +60,7 @@ def measure(
 ) -> list[Timed]:
     """Time float64 products on both sides in turns, on the process grid nearest to a square. Collective."""
     grid = process_grid(comm.size)
-    theirs, found = scalapack.context(comm, grid), list[Timed]()
+    theirs, timed = scalapack.context(comm, grid), list[Timed]()
     with BlacsContext(comm, grid) as ours:
         for m, n, k in shapes:
             descriptors = [ours.descriptor(*size, block, block) for size in ((m, k), (k, n), (m, n))]
@@ -80,10 +80,10 @@ def measure(
                 ),
             ]
             times = np.array([[_slowest(comm, side) for side in sides] for _ in range(ROUNDS + 1)])
-            found.append(Timed((m, n, k), *(median(side) for side in times[1:].T.tolist())))
+            timed.append(Timed((m, n, k), *(median(side) for side in times[1:].T.tolist())))
             tell(f"{m} x {n} x {k}", 1)
     theirs.close()
-    return found
+    return timed
 
 
 def _slowest(comm: MPI.Intracomm, work: Callable[[], None]) -> float:
