@@ -11,6 +11,7 @@ ratios. A network uses only z (FSDP), and keeps its gathered weights for the bac
 """
 
 import argparse
+import math
 import re
 from pathlib import Path
 from statistics import median
@@ -125,7 +126,7 @@ def main() -> None:
         )
         rows.append([name, f"{1e3 * seconds:.1f}", f"{received / 1e6:.1f}", f"{nbytes / GIB:.2f}"])
     time, memory = (
-        median(shared[figure] / messages[figure] for messages, shared in zip(found[False], found[True]))
+        median(shared[figure] / (messages[figure] or math.nan) for messages, shared in zip(found[False], found[True]))
         for figure in ("seconds", "held")
     )
     report(

@@ -29,7 +29,7 @@ class ProgramError(Exception):
 
 
 def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, timeout: float | None = None) -> str:
-    """Standard output of a program. Raises ProgramError with its last exception, or else its last lines."""
+    """Standard output of a program. Raises ProgramError with its last exception or wrong option, or else its last lines."""
     process = subprocess.Popen(
         command,
         env=dict(environ),
@@ -46,7 +46,7 @@ def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, t
     finally:
         launcher.end_job(process)
     if process.returncode:
-        raised = re.findall(r"^(?:\[rank\d+\]: |pmm3d: )?\w*Error: .+", errors, re.M)
+        raised = re.findall(r"^(?:\[rank\d+\]: |pmm3d: )?\w*Error: .+|^\w+\.py: error: .+", errors, re.M)
         last = raised[-1:] or (output + errors).strip().splitlines()[-6:]
         raise ProgramError(f"ended with status {process.returncode}: {' | '.join(last)}")
     return output

@@ -45,7 +45,7 @@ PROGRAMS = (
     "training",
 )
 QUICK = (  # ranks (0: the program starts them), program, options, text in the output
-    (0, "product", (), "64x64x64"),
+    (0, "product", (), "| 64, 64, 64 | "),
     (2, "costs", ("product",), "waiting in MPI"),
     (0, "costs", ("imports",), "| a first product | "),
     (0, "training", (), "| torch on 1x1x2 | "),
