@@ -13,7 +13,7 @@ import pytest
 from loops import looped
 from test_docs import printed
 from training_runs import run_here
-from tutorial import DOCS, follow, read, steps, until
+from tutorial import DOCS, ROOT, follow, quick, read, steps, until
 from typer.testing import CliRunner
 
 from pmm3d.tools import ranks
@@ -154,3 +154,23 @@ def test_the_howto_on_hangs(tmp_path):
             job.wait()
     stacks = [line.split()[-3:-2] for line in read(output).splitlines() if line.endswith("in <module>")]
     assert sorted(stacks) == [["8"], ["9"], ["9"], ["9"]]
+
+
+@pytest.mark.nightly("measures a machine")
+def test_the_howto_on_several_nodes_on_one_node(on_ranks, tmp_path, monkeypatch):
+    """On two virtual nodes: tests/slurm."""
+    environment = {"COLUMNS": "80", "TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "apps").symlink_to(ROOT / "apps")
+
+    def run(command: str) -> str:
+        if found := re.match(r"srun --nodes=(\d) --ntasks-per-node=(\d) pmm3d (.*)", command):
+            nodes, tasks, words = found.groups()
+            done = on_ranks(int(nodes) * int(tasks), *shlex.split(words), env=environment)
+            assert done.returncode in ((0, 1, 2) if "doctor" in words else (0,)), done.stdout + done.stderr
+            return done.stdout + done.stderr
+        done = CliRunner().invoke(app, shlex.split(command)[1:], env=environment)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    follow(quick(steps("howto/several-nodes")), tmp_path, run)
