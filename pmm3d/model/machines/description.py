@@ -73,7 +73,7 @@ class Machine:
     in_steps: InSteps = InSteps()
 
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
-        """Return the seconds of C (m, n) = A (m, k) B on a rank. A dtype without figures has the price of `stands_for`.
+        """Return the seconds of C (m, n) = A (m, k) B on a rank. If a dtype has no figures, those of `stands_for` count.
 
         form   "n", "t" or "c" for A and for B, as in BLAS. "c" has the price of "t"
         """
