@@ -291,15 +291,16 @@ def test_files_of_json_with_another_content_are_refused(shared_path, some_grid, 
             wrong = "model_type" if file == config and "weight" in text else file.name
             fails(CheckpointError, wrong, lambda: nn.Llama.load(some_grid, shared_path))
             if file != config:
-                fails(CheckpointError, "Or remove it before the export", lambda: nn.Llama(some_grid, **LLAMA).export(shared_path))
+                net = nn.Llama(some_grid, **LLAMA)
+                fails(CheckpointError, "Or remove it before the export", lambda: net.export(shared_path))
             on_rank_0(some_grid, lambda: (file.unlink(), config.write_bytes(right)))
 
 
 @two
 def test_an_export_removes_no_file_but_weight_files(shared_path, some_grid):
     """Whatever names an index lists."""
-    net, others = nn.Llama(some_grid, **LLAMA), ("config.json", "notes.txt", "..", "", "a\0.safetensors", "model.safetensors")
-    table = {str(number): name for number, name in enumerate((*others, "../old.safetensors"))}
+    listed = ("config.json", "notes.txt", "..", "", "a\0.safetensors", "../old.safetensors", "model.safetensors")
+    table, net = {str(number): name for number, name in enumerate(listed)}, nn.Llama(some_grid, **LLAMA)
     index = json.dumps({"weight_map": table})
     for name, text in (("notes.txt", ""), ("old.safetensors", ""), ("model.safetensors.index.json", index)):
         on_rank_0(some_grid, lambda name=name, text=text: (shared_path / name).write_text(text))
