@@ -49,7 +49,10 @@ def _text(path: Path, *identity: int) -> str:
     change."""
     with open(path, encoding="utf-8") as file:
         _check_own(path, os.fstat(file.fileno()))
-        return file.read()
+        try:
+            return file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _check_own(path: Path, status: os.stat_result) -> None:

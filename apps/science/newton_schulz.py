@@ -9,8 +9,8 @@ matrix to A. The optimizer Muon replaces its momentum by U. S = sign(A) of a sym
 and the signs of its eigenvalues: S^2 = I, S A = A S. (I - S) / 2 is the projector onto the negative eigenvalues.
 
 pmm3d.polar and pmm3d.matrix_sign iterate X (3 I - X^H X) / 2 from X = A / |A|_F. For a condition c that takes about
-log(c) / log(1.5) + 5 steps. --quintic K uses the coefficients of Muon in the first K steps. These multiply small
-singular values by 3.4 in place of 1.5, with three products a step in place of two.
+log(c) / log(1.5) + 5 steps. --quintic K uses the coefficients of Muon in the first K steps. One of these steps needs
+three products and multiplies small singular values by 3.4. A cubic step needs two and multiplies them by 1.5.
 """
 
 import argparse

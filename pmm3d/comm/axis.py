@@ -35,7 +35,7 @@ BALANCE = 2**40
 COUNT_TAG = 0
 """Tag that only `Axis._even` uses."""
 PLAN_TAGS = 2**10
-"""Number of tags that plans share: messages of two plans can mix only if their numbers differ by a multiple of it."""
+"""Number of tags that plans share. Plan i uses the one with number i mod PLAN_TAGS."""
 CALL_TAGS = LARGEST_TAG - PLAN_TAGS - 3 * point_to_point.TAGS
 """Tags of collectives are 1 to CALL_TAGS. The tags of plans follow, then the tags of messages from rank to rank."""
 POINT_TAG = CALL_TAGS + PLAN_TAGS + 1

@@ -95,8 +95,8 @@ def first_round(
     If the calls differ, or if `check` or `prepare` fails on some ranks, all ranks raise before anything else is sent.
 
     prepare          returns the memory for the result
-    sure             whether the number of rows of the result is known. If not, `prepare` uses a guess and may fail, and
-                     the caller must call `First.recv_buffer`
+    sure             False: `prepare` allocates for equal numbers of rows, and may fail. The caller calls
+                     `First.recv_buffer` when the number of rows is known
     sent, received   numbers of rows to each rank and from each rank, if known. They must fit those of the other ranks
     needed           whether to compare also on a grid that does not check
     """

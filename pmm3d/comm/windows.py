@@ -32,8 +32,7 @@ def can_share(grid: Grid, name: str) -> bool:
 def ranks_that_share(grid: Grid, name: str) -> int:
     """Return the number of consecutive ranks along an axis that can share memory, the same on all ranks.
 
-    The number is the size of the axis if the axis stays inside nodes, and the ranks of a node if it covers several
-    nodes evenly. Otherwise it is 0.
+    This is the number of the axis's ranks on one node; 0 if nodes have different numbers.
     """
     size, each = getattr(grid.shape, name), grid._node_map_of(name).per_node
     per_node = each if each > 1 else size

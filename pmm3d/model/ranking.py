@@ -97,7 +97,7 @@ def rank_products(
 ) -> Ranking:
     """Rank grids for C (m, n) = A (m, k) B, the fastest first.
 
-    An estimate selects the grids that are priced. Other grids are neither candidates nor dropped. Ties have a fixed
+    An estimate selects the grids that are priced. The result does not contain any other grid. Ties have a fixed
     order, so all ranks choose the same grid. Grids of more ranks come first. Then come grids whose axes cross fewer
     borders of nodes, grids with less memory (in two digits), with a smaller y, and with a larger z.
 

@@ -28,7 +28,8 @@ class Stage(NamedTuple):
 
     peers   ranks that exchange messages, including this rank, in the order of their sums
     digit   index of this rank in peers
-    cuts    numbers of ranks. Peer i keeps the parts from cuts[i] to cuts[i+1] of a sum, and sends them in a gather
+    cuts    numbers of ranks. Parts cuts[i]:cuts[i+1] belong to peer i, which keeps them in a sum and sends them in a
+            gather
     """
 
     peers: tuple[int, ...]

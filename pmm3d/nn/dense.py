@@ -148,12 +148,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 class _Layouts(NamedTuple):
-    """Layouts of one use of a layer, and the axes that split the columns of I (k) and of O (n).
+    """Layouts of one use of a layer, O = I W + b, and the axes of its columns.
 
-    `came` is the layout of I before its rows are gathered over n, and `input` after. `natural` is the layout of O with
-    partial sums over k, `result` after the sum, and `out` of the returned tensor. `of_input`, `of_weight` and
-    `of_bias` are the layouts with partial sums in which the rule returns dI, dW and db. `gathers` is True if the weight
-    is gathered.
+    k, n                           axes that split the columns of I and of O
+    gathers                        whether the weight is gathered
+    came, input                    layout of I before and after its rows are gathered over n
+    natural, result                layout of O with partial sums over k, and after the sum
+    out                            layout of the returned tensor
+    of_input, of_weight, of_bias   layouts with partial sums in which the rule returns dI, dW and db
     """
 
     k: str

@@ -118,7 +118,7 @@ def export_torch(
                 f"cannot export to the folder {path} with the names {TORCH!r}, which from_pretrained "
                 f"does not know. {_has(network)}. Give a file that ends in {ENDING}"
             )
-        replaced = _weight_map(path) if folder and network.parent_grid.rank == 0 else {}
+        replaced = _indexed_files(path) if folder and network.parent_grid.rank == 0 else set()
     matrices = {
         name: _together([_part_of(own[part.parameter], part) for part in stored.parts])
         for name, stored in table.items()
@@ -134,7 +134,7 @@ def export_torch(
     with network.parent_grid.collective_call("export", str(path), always=True), file_errors(path, "written"):
         if folder and network.parent_grid.rank == 0:
             replace_file(path / CONFIG, f"{json.dumps(config, indent=2)}\n".encode())
-            for name in {INDEX, *(Path(file).name for file in replaced.values())} - {WEIGHTS}:
+            for name in {INDEX, *replaced} - {WEIGHTS}:
                 (path / name).unlink(missing_ok=True)
 
 
@@ -253,6 +253,16 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
         raise CheckpointError(f"{index} has no weight_map from names of tensors to names of files. Copy it again")
     return table
+
+
+def _indexed_files(folder: Path) -> set[str]:
+    """Names of the weight files in a folder that its index lists; empty without an index. Raises CheckpointError if the
+    index cannot be read."""
+    try:
+        files = {*_weight_map(folder).values()}
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. Or remove it before the export") from None
+    return {file for file in files if file.endswith(ENDING) and not {"/", "\0"} & {*file}}
 
 
 def whole_of(network: Module) -> Any:

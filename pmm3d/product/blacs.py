@@ -85,7 +85,7 @@ class BlacsContext:
         Rank in the communicator of each number. Default: 0, 1, ... Other ranks take part in every call: they store
         nothing, and multiply.
     relabel : bool
-        Let ranks of a node exchange their places in the grid of a product, so that fewer bytes are sent.
+        Renumber the ranks of a node in the grid of a product, if fewer bytes are then sent.
 
     Attributes
     ----------

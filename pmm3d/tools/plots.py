@@ -54,6 +54,8 @@ STYLE: dict[Any, Any] = {
 """matplotlib's settings. A line of many points is simplified to about one point a pixel, extremes included. With a
 hashsalt, equal pictures have equal bytes."""
 DPI = 130
+LEGEND_COLUMNS = 4
+"""Columns of the legend of bars."""
 LETTERS_AN_INCH = 10
 """Letters of an inch of a title of 10 points."""
 
@@ -135,7 +137,7 @@ def bars(axes: Any, rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping
     axes.figure.legend(
         handles=[Patch(color=colours.get(kind, GREY), label=kind) for kind in kinds],
         loc="outside lower center",
-        ncols=4,
+        ncols=LEGEND_COLUMNS,
     )
 
 

@@ -127,10 +127,10 @@ def test_a_damaged_file_is_not_used_and_told_of_once(comm, caplog, tmp_path, mon
     for name, damage in DAMAGES.items():
         with given(damage=name), monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-            damage(keep(4))
+            damage(path := keep(4))
             assert machine_here(comm, 4, 1) is machine_here(comm, 4, 1) is None
             [told] = caplog.records
-            assert told.name == "pmm3d.comm" and "is not used" in told.getMessage()
+            assert told.name == "pmm3d.comm" and "is not used" in told.getMessage() and str(path) in told.getMessage()
             assert "pmm3d tune machine measures it again" in told.getMessage()
             caplog.clear()
             keep(4)

@@ -1,7 +1,9 @@
 """The tutorials and how-tos, executed as by a reader. C and Fortran: tests/embed. A real Slurm: tests/slurm."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from loops import looped
 from test_docs import printed
 from training_runs import run_here
-from tutorial import DOCS, follow, steps
+from tutorial import DOCS, ROOT, follow, quick, read, steps, until
 from typer.testing import CliRunner
 
 from pmm3d.tools import ranks
@@ -116,3 +118,59 @@ def test_the_pictures_that_are_named_are_made(monkeypatch):
 
     with pytest.raises(SystemExit, match="nothere.svg.*1f1b.svg"):
         pictures.main(["nothere.svg"])
+
+
+@pytest.mark.nightly("starts three jobs, two of which wait")
+def test_the_howto_on_hangs(tmp_path):
+    """Signals are sent when all ranks have printed their first line."""
+    environ = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    output = tmp_path / "outside.out"
+    jobs = []
+
+    def run(command: str) -> str:
+        if command.endswith(" &"):
+            with output.open("w") as file:
+                words = shlex.split(command.removesuffix(" &"))
+                jobs.append(subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=file, stderr=file))
+            until(lambda: read(output).count(" pid ") == 4)
+        elif command == "kill -USR2 $!":
+            jobs[0].send_signal(signal.SIGUSR2)
+            until(lambda: read(output).count(" in <module>") == 4)
+            return read(output).replace(f"{tmp_path}/", "")
+        elif command == "kill $!":
+            jobs[0].terminate()
+            assert jobs[0].wait() != 0
+        else:
+            done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True)
+            assert done.returncode == (124 if "--timeout" in command else 1 if "DEBUG" in command else 70), done
+            return (done.stdout + done.stderr).replace(f"{tmp_path}/", "")
+        return ""
+
+    try:
+        follow(steps("howto/debug-a-hang"), tmp_path, run)
+    finally:
+        for job in jobs:
+            job.terminate()
+            job.wait()
+    stacks = [line.split()[-3:-2] for line in read(output).splitlines() if line.endswith("in <module>")]
+    assert sorted(stacks) == [["8"], ["9"], ["9"], ["9"]]
+
+
+@pytest.mark.nightly("measures a machine")
+def test_the_howto_on_several_nodes_on_one_node(on_ranks, tmp_path, monkeypatch):
+    """On two virtual nodes: tests/slurm."""
+    environment = {"COLUMNS": "80", "TERM": "dumb", "XDG_CACHE_HOME": str(tmp_path)}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "apps").symlink_to(ROOT / "apps")
+
+    def run(command: str) -> str:
+        if found := re.match(r"srun --nodes=(\d) --ntasks-per-node=(\d) pmm3d (.*)", command):
+            nodes, tasks, words = found.groups()
+            done = on_ranks(int(nodes) * int(tasks), *shlex.split(words), env=environment)
+            assert done.returncode in ((0, 1, 2) if "doctor" in words else (0,)), done.stdout + done.stderr
+            return done.stdout + done.stderr
+        done = CliRunner().invoke(app, shlex.split(command)[1:], env=environment)
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    follow(quick(steps("howto/several-nodes")), tmp_path, run)

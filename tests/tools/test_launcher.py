@@ -1,5 +1,6 @@
 """pmm3d.launcher: the chosen mpiexec, its environment, and that no process or file remains."""
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -7,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import termios
 import time
+from array import array
 from pathlib import Path
 
 import psutil
@@ -429,32 +432,46 @@ def test_ranks_that_mpiexec_left_behind_may_end_within_the_grace_time(
     assert (tmp_path / "over").exists() == ended == ("The launcher kills them" not in said), said
 
 
+SHORT_WHILE_UNREAD = """
+import os, sys
+from pathlib import Path
+from pmm3d.tools import job, launcher
+
+class Grace(float):
+    "0.5 s while the pipe is known to be full. Otherwise longer than a busy machine needs."
+    def __lt__(self, waited):
+        return waited > (0.5 if Path("full").exists() and not Path("read").exists() else 100)
+
+job.GRACE_SECONDS = Grace(100)
+sys.exit(launcher.run([sys.argv[1]], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))
+"""
+
+
 def test_an_mpiexec_whose_output_is_not_read_yet_may_stay(tmp_path):
-    """For example, with a pager. The output of the ranks has not been read."""
+    """For example, with a pager. The rank has ended, and its output fills the pipe."""
     mpiexec = fake_mpiexec(
         tmp_path,
         """
 subprocess.run(["sleep", "1"], env=os.environ | {"PMIX_RANK": "0"})
-open("over", "w").close()
 sys.stdout.write("x" * 2**20)
 """,
     )
-    code = (
-        "import os, sys; from pmm3d.tools import job, launcher; job.GRACE_SECONDS = 0.5; "
-        f"sys.exit(launcher.run([{str(mpiexec)!r}], os.environ | launcher.OPEN_MPI_ON_ONE_NODE, ranks=1))"
-    )
     environ = {name: text for name, text in os.environ.items() if name not in processes.RANK_VARIABLES}
     with subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", SHORT_WHILE_UNREAD, mpiexec],
         env=environ | {"PYTHONPATH": PATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=tmp_path,
     ) as process:
-        while not (tmp_path / "over").exists():
+        held = array("i", [0])
+        while held[0] < fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ):
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
+            fcntl.ioctl(process.stdout, termios.FIONREAD, held)
+        (tmp_path / "full").touch()
         time.sleep(1.5)  # three times the limit of mpiexec after the end of its ranks
+        (tmp_path / "read").touch()
         output, said = process.communicate()
     assert (process.returncode, len(output), said) == (0, 2**20, b"")
 

@@ -5,10 +5,12 @@ import re
 import sys
 import tomllib
 from contextlib import contextmanager
+from itertools import product
 from statistics import median
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from run_pages import Text, record_of, words
 from typer.testing import CliRunner
@@ -21,11 +23,13 @@ from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.record import _earlier, device_facts
 from pmm3d.nn.training.run_file import RunFile
 from pmm3d.text import counted
+from pmm3d.tools import plots
 from pmm3d.tools.commands import app
-from pmm3d.tools.page import write_page
+from pmm3d.tools.page import drawings, write_page
 from pmm3d.tools.page.drawings import curves, grid_map
 from pmm3d.tools.page.facts import settings_section
 from pmm3d.tools.page.run_page import _smoothed
+from pmm3d.tools.plots import Part
 
 
 @pytest.fixture
@@ -269,6 +273,26 @@ def test_the_grid_is_drawn_with_a_box_a_rank():
     where = {int(rank): (float(x), float(y)) for x, y, rank in found}
     assert sorted(where) == [*range(12)] and {"data 0", "data 1", "z 0", "a", "b"} <= set(Text(drawing).words)
     assert where[7][0] == where[1][0] > where[6][0] and where[7][1] == where[6][1] > where[5][1] > where[1][1]
+
+
+def test_the_labels_of_few_bars_do_not_overlap(monkeypatch):
+    """Whatever the size of the legend below them. Each bar is as high as its label at least."""
+    heights = []
+
+    @contextmanager
+    def picture(drawn, width, height):
+        with plots.picture(drawn, width, height) as figure:
+            yield figure
+            FigureCanvasAgg(figure).draw()
+            axes = figure.axes[0]
+            label = axes.get_yticklabels()[0].get_window_extent().height
+            heights.append(axes.get_window_extent().height / (len(axes.get_yticks()) * label))
+
+    monkeypatch.setattr(drawings, "picture", picture)
+    for rows, kinds in product((1, 2, 8), (1, 19, 40)):
+        bars = [(f"rank {rank}", [Part(f"waiting: {kind}", 1.0) for kind in range(kinds)]) for rank in range(rows)]
+        drawings.time_bars(bars, {})
+    assert min(heights) > 1.5
 
 
 def test_a_grid_with_named_axes_is_drawn_a_block_for_each_replica(told):

@@ -73,8 +73,9 @@ class Machine:
     in_steps: InSteps = InSteps()
 
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
-        """Return the seconds of C (m, n) = A (m, k) B on a rank. A dtype without figures has the price of `stands_for`.
+        """Return the seconds of C (m, n) = A (m, k) B on a rank.
 
+        dtype  if it has no figures, those of the type that `stands_for` returns are used
         form   "n", "t" or "c" for A and for B, as in BLAS. "c" has the price of "t"
         """
         asked = (m, n, k, dtype, form)

@@ -74,7 +74,7 @@ class TimeLine:
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """Largest number of (stage, micro-batch) pairs that each rank holds at once, from F to the end of W."""
+        """Largest number of (stage, micro-batch) pairs whose activations each rank stores at once."""
         return self.peak_bytes(1, 1)
 
     def peak_bytes(

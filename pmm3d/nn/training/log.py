@@ -88,7 +88,7 @@ class RunLog:
 
     Notes
     -----
-    metrics.jsonl has a JSON object a line: {"step", "epoch", "loss", "gradient_norm", "lr", "samples_per_second",
+    metrics.jsonl has one JSON object per line: {"step", "epoch", "loss", "gradient_norm", "lr", "samples_per_second",
     "waiting", "seconds"}, and {"step", "validation": {...}}. "lr" is the rate that the step used. "gradient_norm" is
     the 2-norm before clipping. "waiting" is the share of the time since the previous line in which rank 0 waited for
     messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For

@@ -57,8 +57,8 @@ def generate(
     -------
     numpy.ndarray or list of list of int
         int64, (sequences, tokens + length) or (tokens + length,), on every rank. For sequences of different lengths, a
-        list of lists. The tokens are the same on every grid, unless rounding changes the order of two logits or the
-        interval of a draw.
+        list of lists. The tokens are the same on every grid, unless rounding changes the order of two logits, or the
+        token that a random number selects.
 
     Raises
     ------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from math import isfinite, prod
+from math import ceil, isfinite, prod
 
 from ...layout import GridShape
-from ..plots import INK, Part, bars, picture, svg_text
+from ..plots import INK, LEGEND_COLUMNS, Part, bars, picture, svg_text
 
 LINES = ("#4477aa", "#ee6677", INK)
 """Colours of curves: training, validation, moving average."""
@@ -55,7 +55,9 @@ def curves(series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = Fa
 
 def time_bars(rows: Sequence[tuple[str, Sequence[Part]]], colours: Mapping[str, str]) -> str:
     """Draw a bar of seconds for each row (see `plots.bars`). Return the SVG."""
-    with picture(drawn := BytesIO(), 10, 1.2 + 0.25 * len(rows)) as figure:
+    kinds = {part.kind for _, parts in rows for part in parts if part.kind and part.length > 0}
+    legend = ceil(len(kinds) / LEGEND_COLUMNS)
+    with picture(drawn := BytesIO(), 10, 0.6 + 0.25 * len(rows) + 0.21 * legend) as figure:
         axes = figure.subplots()
         bars(axes, rows, colours)
         axes.set_xlabel("s")

@@ -290,7 +290,23 @@ def test_files_of_json_with_another_content_are_refused(shared_path, some_grid, 
             on_rank_0(some_grid, lambda: file.write_bytes(text.encode(errors="surrogateescape")))
             wrong = "model_type" if file == config and "weight" in text else file.name
             fails(CheckpointError, wrong, lambda: nn.Llama.load(some_grid, shared_path))
+            if file != config:
+                net = nn.Llama(some_grid, **LLAMA)
+                fails(CheckpointError, "Or remove it before the export", lambda: net.export(shared_path))
             on_rank_0(some_grid, lambda: (file.unlink(), config.write_bytes(right)))
+
+
+@two
+def test_an_export_removes_no_file_but_weight_files(shared_path, some_grid):
+    """Whatever names an index lists."""
+    listed = ("config.json", "notes.txt", "..", "", "a\0.safetensors", "../old.safetensors", "model.safetensors")
+    table, net = {str(number): name for number, name in enumerate(listed)}, nn.Llama(some_grid, **LLAMA)
+    index = json.dumps({"weight_map": table})
+    for name, text in (("notes.txt", ""), ("old.safetensors", ""), ("model.safetensors.index.json", index)):
+        on_rank_0(some_grid, lambda name=name, text=text: (shared_path / name).write_text(text))
+    net.export(shared_path)
+    names = {file.name for file in shared_path.iterdir()}
+    assert names == {"config.json", "model.safetensors", "notes.txt", "old.safetensors"}
 
 
 @two
