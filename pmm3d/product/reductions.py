@@ -127,13 +127,13 @@ class Reductions(StoredMatrix):
         if dim is not None:
             with self.grid.collective_call("sum", self._signature, dim):
                 _check_dim("sum", self, dim)
-            sums = self._sums("sum", dim, lambda library, part: library.astype(part, wide), wide)
+            sums = self._sums("sum", dim, lambda library, part: _cast(library, part, wide), wide)
             if self.conjugated:
                 library.conjugate_in_place(sums.memory)
             return type(self)(self.grid, library.astype(sums.memory, self.dtype), sums.shape, sums.layout)
 
         def own(a: StoredMatrix, _: StoredMatrix) -> complex:
-            parts = _over_rows(library, lambda part: library.astype(part, wide).sum(), library.as_input(a._stored))
+            parts = _over_rows(library, lambda part: _cast(library, part, wide).sum(), library.as_input(a._stored))
             total = sum((part.item() for part in parts), 0.0)
             return np.conj(total).item() if self.conjugated else total
 
@@ -368,11 +368,17 @@ def _check_dim(what: str, matrix: StoredMatrix, dim: object) -> None:
         raise LayoutError(f"{what}: dim is 0, over the rows, or 1, over the columns; got {dim!r}")
 
 
-def _square(library: NumpyLibrary, part: Array, factor: Array | float = 1.0) -> Array:
+def _square(library: NumpyLibrary, part: Array, factor: Array = None) -> Array:
     """|factor part|^2, element by element, in float64."""
-    own = (part.real, part.imag) if library.dtype(part).startswith("complex") else (part,)
-    scaled = [library.astype(each, "float64") * factor for each in own]
-    return sum(each * each for each in scaled)
+    if library.dtype(part).startswith("complex"):
+        return _square(library, part.real, factor) + _square(library, part.imag, factor)
+    part = _cast(library, part, "float64")
+    part = part if factor is None else part * factor
+    return part * part
+
+
+def _cast(library: NumpyLibrary, part: Array, dtype: str) -> Array:
+    return part if library.dtype(part) == dtype else library.astype(part, dtype)
 
 
 def _real(dtype: str) -> str:
@@ -416,7 +422,7 @@ def _inner_of(a: StoredMatrix, b: StoredMatrix) -> complex:
     library, wide = a.library, _wide(a.dtype)
 
     def product(x: Array, y: Array) -> Any:
-        x, y = (part if a.dtype == wide else library.astype(part, wide) for part in (x, y))
+        x, y = (_cast(library, part, wide) for part in (x, y))
         if wide == "complex128":
             x = x if a.conjugated else library.conjugate(x)
             y = library.conjugate(y) if b.conjugated else y
