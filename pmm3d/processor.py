@@ -59,15 +59,21 @@ class Blas:
     kernel: str
     threads: int
 
-    def advice(self, processor: Cpu) -> str | None:
-        """Return a remedy if the CPU supports a better kernel than the loaded one; else None."""
+    def advice(self, processor: Cpu, exported: str) -> str | None:
+        """Return a remedy if the CPU supports a better kernel than the loaded one; else None.
+
+        exported   value of OPENBLAS_CORETYPE in the environment, or ""
+        """
         kernel = better_kernel(processor)
         if self.name != "openblas" or kernel is None or self.kernel.lower() in WIDE_KERNELS:
             return None
+        if exported.lower() == self.kernel.lower():
+            why, where = f", because the environment sets OPENBLAS_CORETYPE={exported}", "in its place"
+        else:
+            why, where = "", "before Python starts (the pmm3d command does so if the environment does not set it)"
         return (
-            f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE={kernel} before "
-            "Python starts (the pmm3d command does so if the environment does not set it), or have pmm3d tune blas "
-            "measure which is faster"
+            f"OpenBLAS uses its {self.kernel} kernel on a CPU with AVX-512{why}: set OPENBLAS_CORETYPE={kernel} "
+            f"{where}, or have pmm3d tune blas measure which is faster"
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ..errors import DataError
-from ..text import counted, names_in_words
+from ..text import counted, names_in_words, shell_command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -340,8 +340,9 @@ class Table:
             elif line == 1 and self._guessed:
                 hint = ". If the first line names the columns, give header=True (--header)"
             else:
+                asked = shell_command("--categories", self.names[at])
                 hint = (
-                    f". categories={self.names[at]!r} (--categories) makes a column of 0 and 1 of each of its texts; "
+                    f". categories={self.names[at]!r} ({asked}) makes a column of 0 and 1 of each of its texts; "
                     "inputs= (--inputs) names the columns to take"
                 )
             raise DataError(

@@ -219,8 +219,14 @@ def _left(ranks: int, sizes: Mapping[str, int]) -> int:
     """Return the number of ranks divided by the sizes of these axes. Raises GridError if they do not divide it."""
     left, over = divmod(ranks, prod(sizes.values()))
     if over:
-        raise GridError(f"{_in_words(sizes)} does not divide the {counted(ranks, 'rank')}")
+        started = f". Start more ranks: {_launchers(prod(sizes.values()))}" if ranks == 1 else ""
+        raise GridError(f"{_in_words(sizes)} does not divide the {counted(ranks, 'rank')}{started}")
     return left
+
+
+def _launchers(ranks: int) -> str:
+    """Return the beginnings of commands that start ranks."""
+    return f"python -m pmm3d.launcher -n {ranks}, srun -n {ranks} or mpirun -n {ranks}"
 
 
 def _in_words(sizes: Mapping[str, int]) -> str:
@@ -239,12 +245,17 @@ def _fitting(shape: Any, data: int, axes: Mapping[str, int], ranks: int, product
         ranking = rank_products(product, of_copy, dtype, nominal(of_copy), limit=NO_LIMIT)
         fitting = ", ".join(str(each.grid) for each in ranking.candidates[:3])
         if ranks % copies:
-            remedy = f"Start {counted(wanted.size, 'rank')}, or change {others}: {copies} does not divide {ranks}"
+            started = f" ({_launchers(wanted.size)})" if ranks == 1 else ""
+            remedy = (
+                f"Start {counted(wanted.size, 'rank')}{started}, or change {others}: {copies} does not divide {ranks}"
+            )
         elif copies > 1:
             remedy = (
                 f"With {others} and {counted(ranks, 'rank')}, each copy has {counted(ranks // copies, 'rank')}: "
                 f"{fitting}"
             )
+        elif ranks == 1:
+            remedy = f"Start {counted(wanted.size, 'rank')} ({_launchers(wanted.size)}), or take the grid 1x1x1"
         else:
             remedy = f"Grids that fit {counted(ranks, 'rank')}, by modelled cost: {fitting}"
         raise GridError(

@@ -22,20 +22,21 @@ __all__ = ["columns", "log_softmax", "mean", "softmax", "split", "sum"]
 Matrix = Tensor | DistMatrix
 
 
-def sum(x: Matrix, dim: int) -> Tensor:
-    """Sums over the rows (dim 0) or over the columns (dim 1).
+def sum(x: Matrix, dim: int | None = None) -> Tensor:
+    """Sum of all elements, or sums over the rows (dim 0) or over the columns (dim 1).
 
     Parameters
     ----------
     x : Tensor or DistMatrix
         (m, n), in any layout, also with partial sums.
-    dim : int
-        0 or 1.
+    dim : int or None
+        0 or 1. Default: all elements.
 
     Returns
     -------
     Tensor
-        (1, n) or (m, 1). The other dim keeps its layout. Ranks along the axes that split `dim` hold the same result.
+        (1, n), (m, 1), or (1, 1) for all elements. A dim that remains keeps its layout. Ranks along the axes that split
+        the summed dims hold the same result.
 
     Raises
     ------
@@ -46,21 +47,22 @@ def sum(x: Matrix, dim: int) -> Tensor:
 
     Notes
     -----
-    Along each axis that splits `dim` or has partial sums, each rank receives an all-reduce of its part of the result.
-    The all-reduce continues in the background. The gradient sends nothing.
+    Along each axis that splits a summed dim or has partial sums, each rank receives an all-reduce of its part of the
+    result. The all-reduce continues in the background. The gradient sends nothing.
 
     Examples
     --------
     >>> from pmm3d import DistMatrix, Grid, nn
     >>> with Grid(shape="ddp") as grid:
-    ...     nn.sum(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 1).gather().tolist()
-    [[3.0], [6.0]]
+    ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+    ...     nn.sum(x, 1).gather().tolist(), nn.sum(x).item()
+    ([[3.0], [6.0]], 9.0)
     """
     return _summed("sum", as_tensor(x), dim, 1.0)
 
 
-def mean(x: Matrix, dim: int) -> Tensor:
-    """Means over the rows (dim 0) or over the columns (dim 1).
+def mean(x: Matrix, dim: int | None = None) -> Tensor:
+    """Mean of all elements, or means over the rows (dim 0) or over the columns (dim 1).
 
     A mean of no elements is NaN.
 
@@ -73,17 +75,18 @@ def mean(x: Matrix, dim: int) -> Tensor:
     --------
     >>> from pmm3d import DistMatrix, Grid, nn
     >>> with Grid(shape="ddp") as grid:
-    ...     nn.mean(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 0).gather().tolist()
-    [[0.5, 1.5, 2.5]]
+    ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+    ...     nn.mean(x, 0).gather().tolist(), nn.mean(x).item()
+    ([[0.5, 1.5, 2.5]], 1.5)
     """
     x = as_tensor(x)
-    _check("mean", x, dim)
-    return _summed("mean", x, dim, share(x.shape[dim]))
+    _check("mean", x, 0 if dim is None else dim)
+    return _summed("mean", x, dim, share(x.shape[0] * x.shape[1] if dim is None else x.shape[dim]))
 
 
-def _summed(name: str, x: Tensor, dim: int, factor: float) -> Tensor:
-    _check(name, x, dim)
-    spec, shape = x.spec, (1, x.shape[1]) if dim == 0 else (x.shape[0], 1)
+def _summed(name: str, x: Tensor, dim: int | None, factor: float) -> Tensor:
+    _check(name, x, 0 if dim is None else dim)
+    spec, shape = x.spec, (x.shape[0] if dim == 1 else 1, x.shape[1] if dim == 0 else 1)
     with computing(spec.grid, "statistics", name=name):
         own = sums_to(shape, spec, x.shard)
         result = spec.like(shape, own.layout.summed)

@@ -24,7 +24,7 @@ from .checks import (
     signature_of,
 )
 from .reductions import Reductions, diagonals
-from .relayout import Submatrices, brought, has_layout
+from .relayout import Submatrices, brought
 from .stored import StoredMatrix, flipped
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class Arithmetic(Reductions, Submatrices):
                     _check_out(self, out)
                 bring = [brought(matrix, layout, borrowed) for matrix in others]
                 first = brought(self, layout, borrowed)
-                if out is None and has_layout(self, layout) and all(has_layout(other, layout) for other in others):
+                if out is None and self.has_layout(layout) and all(other.has_layout(layout) for other in others):
                     made = _evaluated(function, first(), [each() for each in bring], out)
             if made is None:
                 ours, theirs = first(), [each() for each in bring]
@@ -242,7 +242,7 @@ class Arithmetic(Reductions, Submatrices):
                 factor, out = scalar("alpha", alpha, self.dtype, what), self
                 if in_place:
                     check_out(what, self, name="the matrix")
-                    b = _apart(b, self) if has_layout(b, self.layout) else b
+                    b = _apart(b, self) if b.has_layout(self.layout) else b
                 else:
                     out = self._empty_in(self.layout, self.grid)
                 bring = brought(b, self.layout if factor else b.layout, borrowed)
@@ -295,7 +295,7 @@ def _check_out(a: StoredMatrix, out: Any) -> None:
         out.grid is not a.grid
         or out.shape != a.shape
         or out.library != a.library
-        or not has_layout(out, a.layout.summed)
+        or not out.has_layout(a.layout.summed)
     ):
         raise LayoutError(
             f"elementwise: out is {out}; needed is {a.shape[0]} x {a.shape[1]} of {a.library.kind} in "

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of, random
 from ..comm import Grid
 from ..errors import DTypeError, LayoutError, Pmm3dError
-from ..layout import Box, Layout, Placement
+from ..layout import MATRIX_DTYPES, Box, Layout, Placement
 from .checks import array_signature, check_order, collective_call, compared_dtype, passed_contents
 from .reductions import diagonals
 from .shared import sharing_axis, window_of
@@ -201,7 +201,8 @@ def _evaluated(function: Any, box: Box, dtype: str) -> np.ndarray:
 def check_can_hold(what: str, values: np.ndarray, dtype: str) -> None:
     """Raise DTypeError if the values cannot be cast to an element type by numpy's rule "same_kind"."""
     if not np.can_cast(values.dtype, "float32" if dtype == "bfloat16" else dtype, "same_kind"):
-        raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold")
+        other = f': pass dtype="{values.dtype.name}"' if values.dtype.name in MATRIX_DTYPES else ""
+        raise DTypeError(f"{what} {values.dtype.name}, which no {dtype} can hold{other}")
 
 
 class Constructors(StoredMatrix):

@@ -15,7 +15,7 @@ from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, na
 from ..model.planning import AUTO, plan_product
 from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .operand import OperandGather
-from .relayout import has_layout, refill, summed
+from .relayout import refill, summed
 from .result import Result
 from .shared import axes_in_node, shared_sums
 from .stored import StoredMatrix, new_array
@@ -299,6 +299,6 @@ def _new_result(like: Matrix, plan: ProductPlan, layout: Layout, order: str = BY
 
 def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix:
     """The matrix if it has this layout, else an unfilled matrix of the same shape and order, in work memory."""
-    if has_layout(matrix, layout):
+    if matrix.has_layout(layout):
         return matrix
     return matrix._over(work.array(matrix._stored_shape(layout, matrix.grid), matrix.dtype), layout, matrix.grid)

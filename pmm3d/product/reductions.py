@@ -1,18 +1,21 @@
-"""Reductions of a distributed matrix: norm, inner products, trace and diagonal."""
+"""Reductions of a distributed matrix: sums and norms, also along rows and columns; inner products, trace and
+diagonal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from math import frexp, hypot, inf, isfinite, isnan, ldexp, nan, sqrt
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import one_thread, sum_gathered
+from ..errors import LayoutError
+from ..layout import Layout
 from .checks import check_alike, check_numbers, check_square, signature_of
-from .relayout import has_layout, in_layout, summed
+from .relayout import in_layout, relayout, summed
 from .stored import StoredMatrix, shards
 
 if TYPE_CHECKING:
@@ -22,40 +25,119 @@ SMALLEST = {"float64": 1e-270, "complex128": 1e-270}
 """Smallest reliable sum of squares of each type. Below it, squares may have underflowed."""
 SMALLEST_OF_OTHERS = 1e-25
 """The same for other types, whose squares a device may sum in float32."""
+LARGE, SMALL = 2.0**-538, 2.0**537
+"""Factors of elements whose squares overflow or underflow in float64 (Blue, ACM TOMS 4(1), 1978)."""
 
 
 class Reductions(StoredMatrix):
     """Reductions of a matrix, with the same result on every rank. An element that several ranks store counts once."""
 
+    @overload
+    def norm(self, dim: None = None) -> float: ...
+
+    @overload
+    def norm(self, dim: int) -> Self: ...
+
     @one_thread
-    def norm(self) -> float:
-        """Frobenius norm, (sum |a_ij|^2)^(1/2), the same number on every rank.
+    def norm(self, dim: int | None = None) -> float | Self:
+        """Frobenius norm, (sum |a_ij|^2)^(1/2), or the 2-norms of the columns (dim 0) or of the rows (dim 1).
+
+        Parameters
+        ----------
+        dim : int or None
+            0: over the rows, a norm for each column. 1: over the columns, a norm for each row. Default: the norm of the
+            matrix.
 
         Returns
         -------
-        float
-            The norm, added in float64. Squares that are too large or too small for the type do not change it.
+        float or DistMatrix
+            The norm, the same number on every rank. With `dim`, a matrix (1, n) or (m, 1) as of `sum`, of real type.
 
         Raises
         ------
-        DTypeError
-            For labels.
+        LayoutError, DTypeError
+            For another `dim`, and for labels.
 
         Notes
         -----
-        Each rank receives 8 bytes from each other rank, phase "norm" of the ledger. Partial sums are summed first.
+        Squares are added in float64. Squares that are too large or too small for the type do not change a norm. Each
+        rank receives 8 bytes from each other rank; with `dim`, what it receives in `sum`, in float64, and twice if
+        squares of float64 overflow or underflow, also if a row or column is 0. Phase "norm" of the ledger. Partial sums
+        are summed first.
 
         Examples
         --------
         >>> from pmm3d import DistMatrix, Grid
         >>> with Grid() as grid:
-        ...     DistMatrix.from_function(grid, (2, 1), lambda i, j: 3 + i).norm()
-        5.0
+        ...     a = DistMatrix.from_function(grid, (2, 2), lambda i, j: (3 + i) * j)
+        ...     a.norm(), a.norm(0).gather()
+        (5.0, array([[0., 5.]]))
         """
+        if dim is not None:
+            return self._norms(dim)
         check = lambda: check_numbers("norm", self)
         own = lambda a, _: _norm_of(a.library, self.library.as_input(a._stored), self.dtype)
         found = self._own_of_all("norm", check, own, "float64").tolist()
         return nan if any(map(isnan, found)) else hypot(*found)
+
+    @overload
+    def sum(self, dim: None = None) -> complex: ...
+
+    @overload
+    def sum(self, dim: int) -> Self: ...
+
+    @one_thread
+    def sum(self, dim: int | None = None) -> complex | Self:
+        """Sum of all elements, or sums over the rows (dim 0) or over the columns (dim 1).
+
+        Parameters
+        ----------
+        dim : int or None
+            0: over the rows, a sum for each column. 1: over the columns, a sum for each row. Default: all elements.
+
+        Returns
+        -------
+        float, complex or DistMatrix
+            The sum of all elements, the same number on every rank. With `dim`, a matrix (1, n) or (m, 1) of this type.
+            The other dim has the layout of A, so that the shards of both fit: `a.local - a.sum(0).local / m`. Ranks
+            along the other axes hold the same sums.
+
+        Raises
+        ------
+        LayoutError, DTypeError
+            For another `dim`, and for labels.
+
+        Notes
+        -----
+        Elements are added in float64 (complex128), in an order that depends on the layout only, and the sum is rounded
+        once. Each rank receives 8 bytes (16 for complex types) from each other rank. With `dim`, let s be 8 (16) bytes
+        for each of this rank's columns (dim 0) or rows (dim 1). Along each axis of G ranks that splits the summed dim
+        or has partial sums, a rank receives an all-reduce of s, at most 2 (G-1)/G s for large s. Phase "sum" of the
+        ledger.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid
+        >>> with Grid() as grid:
+        ...     a = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+        ...     a.sum(), a.sum(0).gather(), a.sum(1).gather().tolist()
+        (9.0, array([[1., 3., 5.]]), [[3.0], [6.0]])
+        """
+        library, wide = self.library, _wide(self.dtype)
+        if dim is not None:
+            with self.grid.collective_call("sum", self._signature, dim):
+                _check_dim("sum", self, dim)
+            sums = self._sums("sum", dim, lambda library, part: _cast(library, part, wide), wide)
+            if self.conjugated:
+                library.conjugate_in_place(sums.memory)
+            return type(self)(self.grid, library.astype(sums.memory, self.dtype), sums.shape, sums.layout)
+
+        def own(a: StoredMatrix, _: StoredMatrix) -> complex:
+            parts = _over_rows(library, lambda part: _cast(library, part, wide).sum(), library.as_input(a._stored))
+            total = sum((part.item() for part in parts), 0.0)
+            return np.conj(total).item() if self.conjugated else total
+
+        return self._added_up("sum", lambda: check_numbers("sum", self), own, sums=False)
 
     @one_thread
     def inner(self, b: Self) -> complex:
@@ -166,6 +248,46 @@ class Reductions(StoredMatrix):
             total: Array = self.grid.everyone.all_reduce(own, agreed=True).wait()
         return total
 
+    def _norms(self, dim: int) -> Self:
+        """2-norms of the columns (dim 0) or of the rows (dim 1). Collective."""
+        with self.grid.collective_call("norm", self._signature, dim):
+            _check_dim("norm", self, dim)
+        a, library = summed(self), self.library
+        squares = a._sums("norm", dim, _square, "float64")
+        norms = library.xp.sqrt(squares.memory)
+        if library.has_data and _wide(self.dtype) == self.dtype:
+            found = library.to_numpy(squares.memory)
+            factors = np.where(np.isinf(found), LARGE, np.where(found < SMALLEST[self.dtype], SMALL, 1.0))
+            if (factors != 1).any():  # on all ranks that share these sums
+                scale = library.from_numpy(factors, "float64")
+                norms = library.xp.sqrt(a._sums("norm", dim, _square, "float64", scale).memory) / scale
+        return type(self)(self.grid, library.astype(norms, _real(self.dtype)), squares.shape, squares.layout)
+
+    def _sums(self, what: str, dim: int, term: Callable[..., Array], dtype: str, *factors: Array) -> Self:
+        """Sums of term(library, elements, *factors) over the rows (dim 0) or the columns (dim 1), in the layout of the
+        other dim. Collective, without a comparison of arguments.
+
+        factors   arrays of the shape of this rank's sums, which are broadcast to its elements
+        """
+        grid, library, (rows, cols) = self.grid, self.library, self.shape
+        layout, units = self.layout, self.layout.units
+        if dim == 0:
+            shape, partial = (1, cols), Layout((), layout.cols, (*layout.sums, *layout.rows), (1, units[1]))
+        else:
+            shape, partial = (rows, 1), Layout(layout.rows, (), (*layout.sums, *layout.cols), (units[0], 1))
+        own = library.empty(partial.box(shape, grid.shape, grid.coords).shape, dtype)
+        own[...] = 0
+        stored, axis = library.as_input(self._stored), dim if self.order == "C" else 1 - dim
+        spread = [library.as_strided(factor, tuple(stored.shape), (axis, 1 - axis)) for factor in factors]
+        parts = _over_rows(library, lambda *each: term(library, *each).sum(axis), stored, *spread)
+        flat, start = own.reshape(-1), 0
+        for part in parts if axis else [sum(parts[1:], parts[0])] if parts else []:
+            flat[start : start + part.shape[0]] = part
+            start += part.shape[0]
+        with grid.ledger.phase(what):
+            total = relayout(grid, own, shape, partial, partial.summed).wait()
+        return type(self)(grid, total, shape, partial.summed)
+
     def _own_of_all(
         self,
         what: str,
@@ -192,7 +314,7 @@ class Reductions(StoredMatrix):
 
         def moves() -> bool:
             return bool(sums and self.layout.sums) or (
-                b is not None and b is not self and not has_layout(b, self.layout)
+                b is not None and b is not self and not b.has_layout(self.layout)
             )
 
         found = self.grid._number_of_all(what, number, dtype, self._signature, *others)
@@ -240,6 +362,30 @@ def _counts(matrix: StoredMatrix) -> bool:
     return grid.coords is not None and matrix.layout.on(grid.shape).is_first(grid.coords)
 
 
+def _check_dim(what: str, matrix: StoredMatrix, dim: object) -> None:
+    check_numbers(what, matrix)
+    if dim not in (0, 1):
+        raise LayoutError(f"{what}: dim is 0, over the rows, or 1, over the columns; got {dim!r}")
+
+
+def _square(library: NumpyLibrary, part: Array, factor: Array = None) -> Array:
+    """|factor part|^2, element by element, in float64."""
+    if library.dtype(part).startswith("complex"):
+        return _square(library, part.real, factor) + _square(library, part.imag, factor)
+    part = _cast(library, part, "float64")
+    part = part if factor is None else part * factor
+    return part * part
+
+
+def _cast(library: NumpyLibrary, part: Array, dtype: str) -> Array:
+    return part if library.dtype(part) == dtype else library.astype(part, dtype)
+
+
+def _real(dtype: str) -> str:
+    """Type of the absolute values of elements of a type."""
+    return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+
+
 def _wide(dtype: str) -> str:
     return "complex128" if dtype.startswith("complex") else "float64"
 
@@ -276,7 +422,7 @@ def _inner_of(a: StoredMatrix, b: StoredMatrix) -> complex:
     library, wide = a.library, _wide(a.dtype)
 
     def product(x: Array, y: Array) -> Any:
-        x, y = (part if a.dtype == wide else library.astype(part, wide) for part in (x, y))
+        x, y = (_cast(library, part, wide) for part in (x, y))
         if wide == "complex128":
             x = x if a.conjugated else library.conjugate(x)
             y = library.conjugate(y) if b.conjugated else y

@@ -311,17 +311,12 @@ def ascending(matrix: Matrix) -> Matrix:
     return matrix if layout is matrix.layout else in_layout(matrix, layout, "the rows in ascending order")
 
 
-def has_layout(matrix: StoredMatrix, layout: Layout) -> bool:
-    """Whether the layout of the matrix is equivalent to `layout` on its grid."""
-    return matrix.layout.on(matrix.grid.shape) == layout.on(matrix.grid.shape)
-
-
 def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
     """Matrix over the same memory if it has this layout, else a copy in this layout. The copy is collective.
 
     what   name of the operation in error messages
     """
-    if has_layout(matrix, layout):
+    if matrix.has_layout(layout):
         return matrix._over(matrix._stored, layout, matrix.grid)
     with ExitStack() as borrowed:
         with matrix.grid.collective_call(what, matrix._signature, layout):
@@ -332,7 +327,7 @@ def in_layout(matrix: Matrix, layout: Layout, what: str) -> Matrix:
 def brought(matrix: Matrix, layout: Layout, borrowed: ExitStack) -> Callable[[], Matrix]:
     """`in_layout` as a function, which sends when it is called. `borrowed` frees its work memory."""
     grid = matrix.grid
-    if has_layout(matrix, layout):
+    if matrix.has_layout(layout):
         return lambda: matrix._over(matrix._stored, layout, grid)
     grid.transport.check_place(matrix.library, matrix.memory)
     memory = matrix.library.empty(matrix._stored_shape(layout, grid), matrix.dtype)

@@ -156,6 +156,42 @@ class StoredMatrix(Uncompared):
         """The conjugate transpose, a view of the same memory. Products conjugate it in the BLAS. `local` is a copy."""
         return self._transposed(self.conjugated != self.dtype.startswith("complex"))
 
+    def has_layout(self, layout: Layout) -> bool:
+        """Whether this layout stores the same elements on each rank of the grid as the layout of the matrix.
+
+        Two layouts that compare unequal may be the same on a grid, because axes of one rank split nothing. Layouts
+        whose units have an effect are the same only if their units are equal.
+
+        Parameters
+        ----------
+        layout : Layout
+            The other layout.
+
+        Returns
+        -------
+        bool
+            The same on every rank. Nothing is sent.
+
+        Raises
+        ------
+        LayoutError
+            On this rank, if the grid has no such axis.
+
+        Notes
+        -----
+        To compare two layouts without a matrix: `one.on(grid.shape) == other.on(grid.shape)`.
+
+        Examples
+        --------
+        >>> from pmm3d import DistMatrix, Grid, Layout
+        >>> with Grid(shape=(1, 1, 1)) as grid:
+        ...     a = DistMatrix.ones(grid, (2, 3), layout=Layout("z"))
+        ...     c = a @ a.T
+        ...     c.layout, c.layout == a.layout, c.has_layout(a.layout)
+        (Layout(rows=('z', 'y'), cols=('x',)), False, True)
+        """
+        return self.layout.on(self.grid.shape) == layout.on(self.grid.shape)
+
     def _transposed(self, conjugated: bool) -> Self:
         order = "F" if self.order == "C" else "C"
         transposed = type(self)(self.grid, self.memory.T, self.shape[::-1], self.layout.T, order, conjugated)

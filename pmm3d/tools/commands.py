@@ -82,7 +82,8 @@ def train_command(
         bool,
         typer.Option(
             "--show",
-            help="Print the configuration as TOML, with the meaning and the allowed values of each key. Do not train.",
+            help="Print the configuration as TOML, with the meaning and the allowed values of each key. Do not train. "
+            "CONFIG may then be a pipe, as of the shell's <(...).",
         ),
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
@@ -119,7 +120,7 @@ def train_command(
 
         def first() -> configuration.Config:
             check_writable(trace)
-            found = configuration.load(config)
+            found = configuration.load(config, open_pipe=show)
             if accept and resume == "never" and not (found.training.weights or found.data.validation_file):
                 raise Pmm3dError(
                     "--accept has no effect without --resume, training.weights or data.validation_file: "

@@ -22,6 +22,8 @@ FIRST_RANK_SECONDS = 1.0
 
 JOINT = "\ue000"
 """A character of private use: a blank at which no line is broken."""
+IN_BOTH_WORDS = re.compile(r"""\w+=(?:'[^']*'|"[^"]*"|\[[^]]*\]|\w*) \((--[a-z-]+(?:\ (?:'[^']*'|[^\s()]+))?)\)""")
+"""A keyword argument and, in parentheses, the same option of a command: `header=True (--header)`."""
 BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i)?B\b|[mµu]?s\b|min\b|h\b|[GTP]FLOP/s|GB/s)")
 
 
@@ -102,8 +104,8 @@ def console(stream: TextIO) -> Console:
 
 
 def headline(error: BaseException) -> str:
-    """Return the class of an error and its text."""
-    return printable(f"{type(error).__name__}: {error}")
+    """Return the class of an error and its text, with options of the command in place of keyword arguments."""
+    return IN_BOTH_WORDS.sub(r"\1", printable(f"{type(error).__name__}: {error}"))
 
 
 def complain(error: Pmm3dError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -15,10 +16,11 @@ from ..arrays import library_of
 from ..comm import Grid
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..nn.overlap import Overlap
+from ..text import names_in_words
 from .grid_parameter import digest
 from .layers import Dropout3D, LayerNorm3D, Linear3D, ShardedModule
 from .operation import BackwardPasses
-from .plan import Plan, Split, resolved
+from .plan import ROLES, Plan, Split, resolved
 
 Kind = TypeVar("Kind", bound=nn.Module)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -238,8 +240,26 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
         if shares_rows and first:
             _compare_inputs(module, passes, f"{label}input", (args, kwargs))
 
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        """torch calls this after an error too, with the error in `sys.exception()` and without a result."""
+        error = sys.exception()
+        if result is None and isinstance(error, RuntimeError) and not isinstance(error, Pmm3dError):
+            error.add_note(_parts_of_columns(module))
+
     _hold(module, passes, label)
     module.register_forward_pre_hook(before, with_kwargs=True)
+    if grid.shape.x * grid.shape.y > 1:
+        module.register_forward_hook(after, always_call=True)
+
+
+def _parts_of_columns(module: nn.Module) -> str:
+    """Return a hint for errors of torch about shapes, whose cause may be the plan."""
+    others = [name for name, part in module.named_modules() if type(part) in ROLES]
+    return (
+        "parallelize: if a shape has the columns of one rank only, a module that needs all columns is behind a layer "
+        f"that returns a part of them. Name it in the plan (not on the grid: {names_in_words(others) or 'none'}), or "
+        'gather the columns before it: Split("column", gather=True)'
+    )
 
 
 def _compare_inputs(module: nn.Module, passes: BackwardPasses, what: str, given: Any) -> None:

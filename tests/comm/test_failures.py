@@ -391,6 +391,14 @@ def test_every_grid_that_does_not_fit_is_answered_with_some_that_do(comm, fails)
         ((3, 1, 1), 4, "Start 12 ranks, or change data 4: 4 does not divide 6"),
     ):
         fails(GridError, text, lambda shape=shape, data=data: Grid(comm, shape, data))
+    alone, started = comm.Split(comm.rank), "python -m pmm3d.launcher -n {0}, srun -n {0} or mpirun -n {0}"
+    for shape, data, text in (
+        ((1, 1, 2), 2, rf"Start 4 ranks \({started.format(4)}\), or change data 2: 2 does not divide 1$"),
+        ((1, 1, 3), 1, rf"Start 3 ranks \({started.format(3)}\), or take the grid 1x1x1$"),
+        ("auto", 2, f"data 2 does not divide the 1 rank. Start more ranks: {started.format(2)}$"),
+    ):
+        fails(GridError, text, lambda shape=shape, data=data: Grid(alone, shape, data))
+    alone.Free()
 
 
 def test_without_mpi_and_in_separate_worlds_there_is_an_error_that_can_be_caught():

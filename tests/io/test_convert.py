@@ -487,3 +487,20 @@ def test_the_command(command, table, target):
     assert "--encoding" in command(source, target, "--overwrite", "--classes").output
     done = command(source, target, "--overwrite", "--classes", "--encoding", "latin-1")
     assert done.exit_code == 0, done.output
+
+
+def test_messages_of_the_command_name_its_options(command, table, target):
+    """In Python they name keyword arguments too."""
+    for text, options, said in (
+        ("1,2\n3,4\n", (), f"{target} exists; --overwrite replaces it"),
+        ("a,b\n1,cow\n", ("--overwrite",), "labels of classes need --classes"),
+        ("1,2\na,4\n", ("--overwrite",), ". --categories 0 makes a column of 0 and 1 of each of its texts; --inputs"),
+        ("p (Pa),b\n1,2\na,4\n", ("--overwrite",), "--categories 'p (Pa)' makes a column"),
+        ("1,2\n3,\n", ("--overwrite",), "--missing drop leaves such lines out; --missing mean replaces"),
+        ("1,a\n2,\n", ("--overwrite", "--classes"), "list all classes with --class-names"),
+    ):
+        target.touch()
+        done = command(table(text), target, *options)
+        assert done.exit_code == 2 and said in done.output and "=" not in done.output, done.output
+    with pytest.raises(DataError, match=r"exists; overwrite=True \(--overwrite\) replaces it"):
+        convert(table("1,2\n3,4\n"), target)

@@ -75,10 +75,15 @@ def test_only_amd_with_avx512_is_taken_for_less(cpuinfo, monkeypatch, vendor, fl
 
 def test_advice_names_the_kernel_and_the_variable(cpuinfo):
     amd, intel = cpuinfo("AuthenticAMD", AVX512), cpuinfo("GenuineIntel", AVX512)
-    assert "its Zen kernel" in blas("Zen").advice(amd) and "OPENBLAS_CORETYPE=SkylakeX" in blas("Zen").advice(amd)
-    assert blas("SkylakeX").advice(amd) is None and blas("Cooperlake").advice(amd) is None
-    assert blas("Haswell").advice(intel) is None
-    assert blas("Zen", name="mkl").advice(amd) is None
+    own, set_by_environment = blas("Zen").advice(amd, ""), blas("Zen").advice(amd, "zen")
+    assert "its Zen kernel on a CPU with AVX-512: set OPENBLAS_CORETYPE=SkylakeX before Python starts" in own
+    assert (
+        "the environment sets OPENBLAS_CORETYPE=zen: set OPENBLAS_CORETYPE=SkylakeX in its place" in set_by_environment
+    )
+    assert blas("Zen").advice(amd, "SkylakeX") == own  # set after OpenBLAS was loaded
+    assert blas("SkylakeX").advice(amd, "") is None and blas("Cooperlake").advice(amd, "") is None
+    assert blas("Haswell").advice(intel, "Haswell") is None
+    assert blas("Zen", name="mkl").advice(amd, "") is None
 
 
 def test_torch_arrays_are_multiplied_by_a_blas_of_torchs_own():

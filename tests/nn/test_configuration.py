@@ -1,8 +1,10 @@
 """The configuration of a training: errors and messages before the training starts."""
 
 import logging
+import os
 import re
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import h5py
@@ -14,7 +16,7 @@ from training_runs import RunsHere, fails
 from pmm3d import CheckpointError, DataError, Pmm3dError
 from pmm3d.nn.training import build
 from pmm3d.nn.training.build import trainer
-from pmm3d.nn.training.config import Config, checked
+from pmm3d.nn.training.config import Config, checked, load
 from pmm3d.nn.training.described import as_toml, keys_of
 from pmm3d.nn.training.samples import recalled
 
@@ -113,6 +115,17 @@ SHOWN = [
     {"optimizer": {"shard_over_data": True}},
     {"optimizer": {"weight_decay": 0.1, "decay_vectors": False}, "training": {"steps": 7, "epochs": 2, "seed": 2**62}},
 ]
+
+
+def test_a_configuration_is_read_from_a_pipe_that_is_open():
+    """As of the shell's <(...). Training needs a file, which a resumed run reads again."""
+    reading, writing = os.pipe()
+    os.write(writing, b'data.file = "x.h5"')
+    os.close(writing)
+    with os.fdopen(reading):
+        with pytest.raises(Pmm3dError, match="it is a named pipe, not a regular file"):
+            load(f"/dev/fd/{reading}")
+        assert load(f"/dev/fd/{reading}", open_pipe=True).data.file == Path("x.h5")
 
 
 @looped("sections", SHOWN)

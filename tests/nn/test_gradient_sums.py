@@ -183,7 +183,7 @@ def test_a_contribution_that_is_whole_along_data_is_scattered_too(grid, alone):
         net, (x, y) = network_of(grid, CLASSES), batch_of(CLASSES, 0)
         optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
         for _ in range(2):
-            penalties = (nn.sum(nn.sum(each * each, 0), 1) for each in net.parameters())
+            penalties = (nn.sum(each * each) for each in net.parameters())
             sum(penalties, 0 if alone else loss_of(net, CLASSES, x, y)).backward()
         found.append(gradients_of(net))
         assert largest_difference(found[-1], found[0]) < 1e-13
@@ -199,7 +199,7 @@ def test_a_whole_contribution_waits_for_the_sum_of_the_pass_before(comm):
             optim.SGD(net.parameters(), 0.5, shard_over_data=kind)
             x = DistMatrix.random(grid, (8, 512), seed=1, layout=batch_layout("y"))
             for _ in range(3):
-                penalty = nn.sum(nn.sum(net.weight * net.weight, 0), 1)
+                penalty = nn.sum(net.weight * net.weight)
                 nn.mse(net(x), x).backward()
                 penalty.backward()
             found.append(gradients_of(net))
@@ -226,7 +226,7 @@ def test_an_optimizer_made_between_the_passes_of_a_step(grid, fails):
             assert largest_difference(gradients_of(net), expected) < 1e-13
         else:
             other = nn.Linear(grid, 3, 2, dtype="float64")
-            nn.sum(nn.sum(other.weight, 0), 1).backward()
+            nn.sum(other.weight).backward()
             fails(Pmm3dError, "is not summed over the ranks", optimizer.step)
 
 

@@ -48,7 +48,7 @@ def test_values_and_gradients_are_those_of_all_rows(grid):
         weight, bias = (to_numpy(each.gather()) for each in layer.parameters())
         mine, whole = 2 * (own @ weight + bias), 2 * (rows @ weight + bias)
         assert out.box.r1 == len(own) and is_near(out.local, mine[:, out.box.c0 : out.box.c1], 1e-13)
-        total = nn.sum(nn.sum(out * out, 1), 0)
+        total = nn.sum(out * out)
         assert abs(total.item() - (whole * whole).sum()) < 1e-9
         of_x = (4 * mine @ weight.T)[:, x.box.c0 : x.box.c1]
         again = layer(x) * 2
@@ -70,7 +70,7 @@ def test_layer_norm_softmax_and_whole_columns(grid):
     normal = (own - own.mean(1, keepdims=True)) / np.sqrt(own.var(1, keepdims=True) + 1e-5)
     expected = np.exp(normal) / np.exp(normal).sum(1, keepdims=True)
     assert out.layout == LAYOUT and is_near(out.local, expected[:, out.box.c0 : out.box.c1], 1e-12)
-    nn.sum(nn.sum(out * out, 1), 0).backward()
+    nn.sum(out * out).backward()
     assert x.grad.shape == x.shape and x.grad.local.shape == x.local.shape
 
 
@@ -80,7 +80,7 @@ def test_other_counts_in_each_step_take_no_room(grid):
     layer, kept = layer_of(grid), []
     for step in range(6):
         x, _, _ = batch(grid, step)
-        nn.sum(nn.sum(layer(x), 1), 0).backward()
+        nn.sum(layer(x)).backward()
         kept.append(grid.attached[TensorSpec].cache_info().currsize)
     assert kept[2:] == [kept[2]] * 4
 

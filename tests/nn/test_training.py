@@ -54,7 +54,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits_and_elsewhere_to_the_same_l
     assert ended.returncode == 75, ended.stderr
     assert 3 <= len(here.metrics("ended")) < 12
     assert re.match(r"not finished: SIGTERM .* at step [0-9]+ of 12\n", ended.stdout), ended.stdout
-    assert f"-n 2 -m pmm3d train {here.folder}/ended.toml --resume auto" in ended.stdout
+    again = f"python -m pmm3d.launcher -n 2 -m pmm3d train {here.folder}/ended.toml --resume auto"
+    assert f"on any number of ranks (on 2, with the bits of an unbroken run): {again}" in ended.stdout
     assert "exit code 75 (not finished)" in ended.stdout and "predictions" not in ended.stdout
     resumed = here.finish(here.config("ended", **options), "--resume", "auto", ranks=2)
     assert "resumed" in resumed.stderr, resumed.stderr

@@ -207,7 +207,7 @@ from pmm3d import nn
 
 def asymmetric(output, y):
     error = output - y
-    return nn.mean(nn.mean(nn.relu(error) * 3 + nn.relu(error * -1.0), 1), 0)
+    return nn.mean(nn.relu(error) * 3 + nn.relu(error * -1.0))
 
 def largest(output, y):
     return float(abs((output - y).gather()).max())
@@ -222,7 +222,7 @@ def on_one_rank(output, y):
     return 1 / output.grid.rank
 
 def square(output, y):
-    return nn.mean(nn.mean((output - y) * (output - y), 1), 0)
+    return nn.mean((output - y) * (output - y))
 """
 
 

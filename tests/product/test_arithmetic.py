@@ -62,6 +62,17 @@ def assert_numbers(a, whole, b, whole_b):
     assert a.H.inner(b.H) == np.conj(inner) == a.conj().inner(b.conj()) and a.T.inner(b.T) == inner
     assert np.isclose(a.norm(), np.linalg.norm(whole.astype(wide)), rtol=1e-15)
     assert type(a.norm()) is float and type(a.inner(b)) is number
+    assert a.sum() == whole.sum() and type(a.sum()) is number
+    for view, values in ((a, whole), (a.H, whole.conj().T)):
+        for dim in (0, 1):
+            sums, norms = view.sum(dim), view.norm(dim)
+            assert_is(sums, values.sum(dim, keepdims=True))
+            real = {"complex64": "float32", "complex128": "float64"}.get(a.dtype, a.dtype)
+            assert sums.dtype == a.dtype and norms.dtype == real and norms.layout == sums.layout
+            assert sums.box[2 - 2 * dim :][:2] == view.box[2 - 2 * dim :][:2]
+            expected = np.linalg.norm(values.astype(wide), axis=dim, keepdims=True)
+            digits = {"float64": 1e-15, "float32": 1e-6}.get(real, 1e-2)
+            assert np.allclose(to_numpy(norms.gather(), a.library), expected, rtol=digits)
     for view, values in ((a, whole), (a.H, whole.conj().T)):
         assert np.array_equal(to_numpy(view.diagonal(), a.library), np.diagonal(values))
         assert type(view.diagonal()) is type(a.local)
@@ -182,8 +193,13 @@ def test_the_norm_of_large_small_and_infinite_numbers(some_grid):
     ):
         for number, library in product(numbers, HERE):
             part = np.full((3, 3), number, dtype)
-            norm = DistMatrix.from_global(some_grid, to_library(part, library)).norm()
-            assert np.isclose(norm, 3 * float(abs(part[0, 0])), rtol=1e-14, atol=0, equal_nan=True)
+            a, largest = DistMatrix.from_global(some_grid, to_library(part, library)), float(abs(part[0, 0]))
+            assert np.isclose(a.norm(), 3 * largest, rtol=1e-14, atol=0, equal_nan=True)
+            with np.errstate(over="ignore"):
+                each = (np.sqrt(3) * abs(part[0])).astype(abs(part).dtype)
+            for norms in (a.norm(0), a.norm(1)):
+                found = to_numpy(norms.gather(), library).ravel()
+                assert np.allclose(found, each, rtol=1e-2 if dtype == "float16" else 1e-6, atol=0, equal_nan=True)
     one_of_each = lambda i, j: np.where(i + j == 0, np.inf, np.where(i + j == 16, np.nan, 1))
     for values, norm in (
         (lambda i, j: np.where(i == j, 1e200, 1e-200), 3e200),
@@ -192,6 +208,29 @@ def test_the_norm_of_large_small_and_infinite_numbers(some_grid):
     ):
         mixed = DistMatrix.from_function(some_grid, (9, 9), values)
         assert np.isclose(mixed.norm(), norm, rtol=1e-15, equal_nan=True)
+    scales = np.array([1e300, 1e-300, 1.0, 0.0, 1e154, 1e-160, np.inf, np.nan, 1e100])
+    columns = DistMatrix.from_function(some_grid, (9, 9), lambda i, j: scales[j] + 0 * i)
+    for norms in (columns.norm(0), columns.T.norm(1)):
+        found = to_numpy(norms.gather()).ravel()
+        assert np.allclose(found, 3 * scales, rtol=1e-15, atol=0, equal_nan=True)
+
+
+@pytest.mark.parallel([4])
+def test_sums_along_a_dim_fit_the_shards_and_send_an_all_reduce_of_them(comm):
+    with Grid(comm, (1, 2, 2)) as grid:
+        a, whole = made(grid, (96, 64), Layout("z", "y"))
+        grid.ledger.reset()
+        sums = a.sum(0)
+        assert {key.phase: received for key, (_, _, received) in moved(grid.ledger).items()} == {"sum": 8 * 32}
+        norms = a.norm(1)
+        assert norms.has_layout(Layout("z")) and sums.has_layout(Layout((), "y"))
+        a.local[...] = (a.local - sums.local / 96) / norms.local
+        expected = (whole - whole.mean(0)) / np.linalg.norm(whole, axis=1, keepdims=True)
+        assert np.allclose(to_numpy(a.gather()), expected, rtol=1e-12)
+    with Grid.dry((2, 2, 2)) as dry:
+        a = DistMatrix.random(dry, (60, 40), layout=Layout.C)
+        assert (a.sum(0).local.shape, a.norm(1).local.shape) == ((1, 20), (15, 1))
+        assert dry.ledger.total(phase="sum").received and dry.ledger.total(phase="norm").received
 
 
 def test_orders_and_views_of_one_memory(some_grid):
@@ -222,7 +261,8 @@ def test_slices_and_threads_change_nothing(some_grid, monkeypatch):
         )
         c = (a + b).add(a, 0.3).scale(0.7)
         e = c.elementwise(np.multiply, b)
-        values[number] = c.norm(), c.inner(a), bits_of(c.gather()), bits_of(e.gather())
+        along = [bits_of(each.gather()) for each in (c.sum(0), c.sum(1), c.norm(0), c.norm(1))]
+        values[number] = c.norm(), c.sum(), c.inner(a), bits_of(c.gather()), bits_of(e.gather()), *along
         whole_a, whole_b = a.gather(), b.gather()
         assert np.array_equal(c.gather(), (whole_a + whole_b + 0.3 * whole_a) * 0.7)
         assert np.array_equal(e.gather(), c.gather() * whole_b)
@@ -292,8 +332,9 @@ def test_nothing_moves_but_operands_in_other_layouts(some_grid):
     a.add(b).scale(2).add_identity(1)
     a.elementwise(np.add, b + 2 * b)
     assert not moved(some_grid.ledger)
-    a.add(c), a.norm(), a.trace(), a.diagonal(), a.inner(b)
-    assert {key.phase for key in moved(some_grid.ledger)} - {"redistribute"} == {"norm", "trace", "diagonal", "inner"}
+    a.add(c), a.norm(), a.trace(), a.diagonal(), a.inner(b), a.sum()
+    phases = {"norm", "trace", "diagonal", "inner", "sum"}
+    assert {key.phase for key in moved(some_grid.ledger)} - {"redistribute"} == phases
     assert some_grid.ledger.total(phase="norm").received == 8 * (some_grid.size - 1)
 
 
@@ -404,6 +445,8 @@ def test_what_sums_and_multiples_refuse(some_grid, all_fail):
         (DTypeError, "add_identity: the factor is 1j", lambda: square.add_identity(1j)),
         (LayoutError, "add_identity: the matrix is 6 x 5; it must be square", lambda: a.add_identity(1)),
         (LayoutError, "trace: the matrix is 6 x 5", a.trace),
+        (LayoutError, "sum: dim is 0, over the rows, or 1, over the columns; got 2", lambda: a.sum(2)),
+        (LayoutError, "norm: dim is 0, .* got -1", lambda: a.norm(-1)),
         (LayoutError, r"a conjugated view \(.H\), which is not written to", lambda: view.scale(2)),
         (LayoutError, r"a conjugated view \(.H\), which is not written to", lambda: view.add(view)),
         (LayoutError, r"a conjugated view \(.H\), which is not written to", lambda: view.__iadd__(view)),
@@ -430,6 +473,7 @@ def test_labels_have_no_arithmetic(some_grid, all_fail):
         "scale": lambda: a.scale(2),
         "multiply": lambda: 2 * a,
         "norm": a.norm,
+        "sum": lambda: a.sum(0),
         "inner": lambda: a.inner(a),
         "diagonal": a.diagonal,
         "trace": square.trace,

@@ -288,3 +288,24 @@ def test_partial_sums_that_cannot_be(some_grid, all_fail):
         (LayoutError, "multiple of the unit", lambda: a.redistribute(Layout(axis, units=(3, 1)))),
     )
     assert np.array_equal(matmul(a, a, out=alone).gather(), a.gather() @ a.gather())
+
+
+@pytest.mark.parallel([4])
+@each_grid
+def test_a_matrix_has_each_layout_in_which_all_ranks_store_the_same_elements(grid, comm):
+    shape = (8, 16)
+    boxes = [comm.allgather(layout.box(shape, grid.shape, grid.coords)) for layout in LAYOUTS]
+    for layout, own in zip(LAYOUTS, boxes):
+        a = DistMatrix.empty(grid, shape, layout=layout)
+        for other, its in zip(LAYOUTS, boxes):
+            same_sums = layout.on(grid.shape).sums == other.on(grid.shape).sums
+            assert a.has_layout(other) == (own == its and same_sums), (layout, other)
+
+
+@pytest.mark.parallel([4])
+def test_a_product_of_block_rows_is_in_block_rows(comm):
+    by_rows = Layout(rows=("z",))
+    with Grid(comm, (1, 1, comm.size)) as grid:
+        a, b = (DistMatrix.random(grid, (9, 9), seed=seed, layout=by_rows) for seed in (1, 2))
+        c = a @ b
+        assert c.has_layout(by_rows) and c.layout != by_rows and not c.T.has_layout(by_rows)

@@ -74,6 +74,10 @@ def test_arithmetic(grid, layout_on):
                 assert left.inner(right) == (one * two).sum()
         assert same(matmul(b, b, beta=1, out=a.redistribute(layouts[0])), OTHER @ OTHER + WHOLE)
     assert same(syrk(a), WHOLE @ WHOLE.T) and a.norm() == pytest.approx(np.linalg.norm(WHOLE))
+    for dim in (0, 1):
+        assert same(a.sum(dim), WHOLE.sum(dim, keepdims=True)) and a.sum(dim).box == a.norm(dim).box
+        expected = np.linalg.norm(WHOLE, axis=dim, keepdims=True)
+        assert np.allclose(to_numpy(a.norm(dim).gather()), expected, rtol=1e-15)
     assert a.trace() == np.trace(WHOLE) and np.array_equal(to_numpy(a.diagonal()), np.diag(WHOLE))
     assert same(a.redistribute(layouts[0]).add_identity(2), WHOLE + 2 * np.eye(SIZE))
 

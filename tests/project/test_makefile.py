@@ -1,5 +1,6 @@
 """The Makefile, the workflow of CI and the version: they agree; targets that need no environment."""
 
+import importlib.util
 import re
 import subprocess
 import tomllib
@@ -53,6 +54,22 @@ def test_a_compiler_that_is_missing_is_one_line_with_the_remedy():
     assert done.returncode == 2 and "Traceback" not in done.stderr and "installing" not in done.stdout
     [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert line.startswith("embed: there is no C compiler nomp. ") and "make embed MPICC=/path/to/mpicc" in line
+
+
+def test_the_compiler_of_a_python_environment_is_taken_with_a_note(tmp_path, monkeypatch):
+    """For example of .venv, whose MPI is from PyPI. No note if it was named by its path."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / "embed" / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    compiler = tmp_path / "bin" / "mpicc"
+    compiler.parent.mkdir()
+    compiler.touch(0o755)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    assert build.check_compiler("mpicc") == ""
+    (tmp_path / "pyvenv.cfg").touch()
+    note = build.check_compiler("mpicc")
+    assert f"mpicc is {compiler}, of a Python environment" in note and "make embed MPICC=/path/to/mpicc" in note
+    assert build.check_compiler(str(compiler)) == ""
 
 
 def test_a_prefix_that_cannot_be_written_is_refused_with_the_remedy():

@@ -6,7 +6,9 @@ import shlex
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,13 +18,15 @@ from training_runs import run_here
 from tutorial import DOCS, ROOT, follow, quick, read, steps, until
 from typer.testing import CliRunner
 
+from pmm3d.layout import part_range
 from pmm3d.tools import ranks
 from pmm3d.tools.commands import app
 
 
-def follow_on_ranks(comm, page, folder, monkeypatch) -> None:
+def follow_on_ranks(comm, page, folder, monkeypatch, exact: bool = False) -> None:
     """Follow a page on the ranks of `comm`, in `folder`: each command of pmm3d runs on all of them, each other
-    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks."""
+    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks. Compare what rank
+    0 prints."""
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
@@ -36,7 +40,7 @@ def follow_on_ranks(comm, page, folder, monkeypatch) -> None:
             assert done.returncode == 0, done.stderr
             return done.stdout + done.stderr
         if launched:
-            return printed(comm, Path(words[0]).read_text())
+            return comm.bcast(printed(comm, Path(words[0]).read_text()))
         said = ""
         if comm.rank == 0:
             done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
@@ -44,7 +48,7 @@ def follow_on_ranks(comm, page, folder, monkeypatch) -> None:
         comm.barrier()
         return said
 
-    follow(page, folder, run)
+    follow(page, folder, run, exact)
     comm.barrier()
 
 
@@ -174,3 +178,51 @@ def test_the_howto_on_several_nodes_on_one_node(on_ranks, tmp_path, monkeypatch)
         return done.output
 
     follow(quick(steps("howto/several-nodes")), tmp_path, run)
+
+
+class Lazy(np.ndarray):
+    """As much of a dask array as the how-to uses, if dask is not installed."""
+
+    def compute(self, scheduler=None):
+        return np.array(self) if self.ndim else self.item()
+
+    def sum(self):
+        return np.add.reduce(self, None, keepdims=True).reshape(())
+
+
+class Mat:
+    """As much of a matrix of petsc4py as the how-to uses, if petsc4py is not installed."""
+
+    def createDense(self, shape, comm):
+        self.comm, self.range = comm, part_range(shape[0], comm.size, comm.rank)
+        self.array = np.zeros((self.range[1] - self.range[0], shape[1]), order="F")
+        return self
+
+    def setUp(self):
+        pass
+
+    assemble = setUp
+
+    def getDenseArray(self):
+        return self.array
+
+    def getOwnershipRange(self):
+        return self.range
+
+    def norm(self):
+        return np.sqrt(self.comm.allreduce((self.array**2).sum()))
+
+
+@pytest.mark.parallel([4])
+def test_matrices_from_and_to_other_libraries(comm, shared_path, monkeypatch):
+    """`make test-versions` installs dask."""
+    standins = {
+        "dask": {"array": SimpleNamespace(from_array=lambda values, chunks: values[:].view(Lazy))},
+        "petsc4py": {"PETSc": SimpleNamespace(Mat=Mat)},
+    }
+    for name, contents in standins.items():
+        if find_spec(name) is None:
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
+            for part, module in contents.items():
+                monkeypatch.setitem(sys.modules, f"{name}.{part}", module)
+    follow_on_ranks(comm, steps("howto/other-libraries"), shared_path, monkeypatch, exact=True)

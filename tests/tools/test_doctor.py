@@ -105,7 +105,7 @@ AMD = Cpu("AuthenticAMD", "EPYC", frozenset(AVX512))
 INTEL = Cpu("GenuineIntel", "Xeon", frozenset(AVX512))
 
 
-def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, name="openblas", exported=False):
+def blas(rank=0, alone=100.0, together=95.0, kernel="SkylakeX", processor=INTEL, name="openblas", exported=""):
     return nodes.BlasRates(Blas(name, "0.3.30", kernel, 1), processor, exported, alone, together, frozenset([rank]))
 
 
@@ -198,10 +198,18 @@ VERDICTS = [  # check, hosts of the ranks, cases: (facts, verdict, parts of the 
             (
                 [blas(rank, processor=AMD, kernel="Haswell") for rank in range(4)],
                 WARNING,
-                ["its Haswell kernel", "set OPENBLAS_CORETYPE=SkylakeX"],
+                ["its Haswell kernel", "set OPENBLAS_CORETYPE=SkylakeX before Python starts"],
+            ),
+            (
+                [blas(rank, processor=AMD, kernel="Haswell", exported="Haswell") for rank in range(4)],
+                WARNING,
+                [
+                    "because the environment sets OPENBLAS_CORETYPE=Haswell",
+                    "set OPENBLAS_CORETYPE=SkylakeX in its place",
+                ],
             ),
             ([blas(rank, processor=AMD) for rank in range(4)], NOTE, ["export OPENBLAS_CORETYPE=SkylakeX"]),
-            ([blas(rank, processor=AMD, exported=True) for rank in range(4)], OK, ["kernel SkylakeX"]),
+            ([blas(rank, processor=AMD, exported="SkylakeX") for rank in range(4)], OK, ["kernel SkylakeX"]),
             ([blas(rank, name="unknown", kernel="") for rank in range(4)], WARNING, ["no known BLAS"]),
             ([blas(rank, kernel="Zen" if rank else "Haswell") for rank in range(4)], WARNING, ["differ"]),
             (

@@ -105,6 +105,21 @@ def test_what_does_not_fit_is_refused_by_name(comm, fails):
 
 
 @pytest.mark.parallel([2])
+def test_an_error_about_shapes_has_a_note_about_the_plan(comm):
+    """The plan of this network lacks the LayerNorm. Other errors have no note."""
+    torch.manual_seed(0)
+    with Grid(comm, (2, 1, 1)) as grid:
+        made = parallelize(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), grid, {"0": "column"})
+        with pytest.raises(RuntimeError, match="normalized_shape") as raised:
+            made(torch.ones(3, 4))
+        [note] = raised.value.__notes__
+        assert "(not on the grid: 1)" in note and 'Split("column", gather=True)' in note
+        with pytest.raises(LayoutError) as raised:
+            made(torch.ones(3, 5))
+        assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parallel([2])
 def test_an_embedding_that_looks_at_all_tokens_is_refused(comm, fails):
     """If each rank has its own rows. Otherwise it learns as in plain torch."""
     makes = [

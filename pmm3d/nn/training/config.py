@@ -134,13 +134,16 @@ class Config(Section):
         return self
 
 
-def load(path: str | os.PathLike[str]) -> Config:
+def load(path: str | os.PathLike[str], open_pipe: bool = False) -> Config:
     """Return the configuration in a TOML file. Its paths are relative to the current folder. Raises Pmm3dError with
-    every unknown key, the nearest known one, and every wrong value."""
+    every unknown key, the nearest known one, and every wrong value.
+
+    open_pipe   accept a pipe that is open, as `check_regular` does
+    """
     import tomllib
 
     try:
-        check_regular(path)
+        check_regular(path, open_pipe)
         with open(path, "rb") as file:
             values = tomllib.load(file)
     except OSError as error:

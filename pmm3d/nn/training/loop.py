@@ -452,7 +452,7 @@ class Trainer:
             lines.append(
                 f"to resume: {again}"
                 if ranks == 1
-                else "to resume, on this or another number of ranks: "
+                else f"to resume, on any number of ranks (on {ranks}, with the bits of an unbroken run): "
                 f"python -m pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)"
             )
         if self.request < END and self.log is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from ...arrays import NumpyLibrary, check_matrix_dtype, library_here, library_named, take_device
-from ...arrays.blas_choice import is_measured
+from ...arrays.blas_choice import KERNEL_VARIABLE, is_measured
 from ...comm import Grid, Host, free_memory, hosts, mpi_name
 from ...errors import DTypeError, OutOfMemoryError, Pmm3dError
 from ...layout import FIRST, Layout
@@ -369,7 +370,7 @@ def _environment(blas: machine.Blas, nodes: list[Host], devices: list[str]) -> E
 
 def _advice(blas: machine.Blas, processor: machine.Cpu, nodes: list[Host]) -> str | None:
     """Return remedies for a slow BLAS kernel that no measurement chose, and for more threads than cores; or None."""
-    told = [None if is_measured() else blas.advice(processor)]
+    told = [None if is_measured() else blas.advice(processor, os.environ.get(KERNEL_VARIABLE, ""))]
     crowded = [host for host in nodes if blas.threads > 1 and len(host.ranks) * blas.threads > host.cores]
     for host in crowded[:1]:
         threads, ranks = len(host.ranks) * blas.threads, len(host.ranks)

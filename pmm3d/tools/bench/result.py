@@ -240,7 +240,7 @@ def time_parts(result: Result) -> list[TimePart]:
         name, off_core = COMPUTED.get(phase, f"computing: {phase}"), sums["off_core"]
         for part, seconds, meaning in (
             (name, sums["computed"] - off_core, "with a core"),
-            (f"{name}, no core", off_core, "another process has the core"),
+            (f"{name}, no core", off_core, "another process or rank has the core"),
         ):
             if seconds:
                 parts.append(TimePart(part, seconds, None, meaning))

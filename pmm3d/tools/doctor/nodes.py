@@ -169,14 +169,14 @@ def _judge_load(finding: Finding, host: str, here: list[Node], usable: int) -> N
 class BlasRates(NamedTuple):
     """Facts of one rank. Rates are in GFLOP/s.
 
-    exported    whether OPENBLAS_CORETYPE was set when the process started; the command pmm3d sets it later
+    exported    OPENBLAS_CORETYPE when the process started, or ""; the command pmm3d sets it later
     alone       rate of one core while the other ranks of the host sleep; None except on the first rank of a host
     together    rate of one core while all ranks multiply
     """
 
     blas: machine.Blas
     processor: machine.Cpu
-    exported: bool
+    exported: str
     alone: float | None
     together: float
     cores: frozenset[int]
@@ -189,11 +189,14 @@ def gather_blas(session: Session) -> BlasRates:
     return BlasRates(blas, machine.cpu(), at_start("OPENBLAS_CORETYPE"), alone, core_rate(), machine.cores())
 
 
-def at_start(name: str) -> bool:
-    """Return whether a variable was set when this process started."""
+def at_start(name: str) -> str:
+    """Return the value of a variable when this process started, or ""."""
     with suppress(OSError):
-        return f"\0{name}=".encode() in b"\0" + Path("/proc/self/environ").read_bytes()
-    return name in os.environ
+        for each in Path("/proc/self/environ").read_bytes().split(b"\0"):
+            if each.startswith(f"{name}=".encode()):
+                return os.fsdecode(each).partition("=")[2]
+        return ""
+    return os.environ.get(name, "")
 
 
 def core_rate() -> float:
@@ -205,7 +208,9 @@ def core_rate() -> float:
 def judge_blas(finding: Finding, facts: list[BlasRates], hosts: list[str]) -> None:
     first = facts[0]
     blas, processor = first.blas, first.processor
-    advised = {advice for fact in facts if (advice := fact.blas.advice(fact.processor)) and not is_measured()}
+    advised = {
+        advice for fact in facts if (advice := fact.blas.advice(fact.processor, fact.exported)) and not is_measured()
+    }
     for advice in sorted(advised):
         text, _, remedy = advice.partition(": ")
         finding.warn(text, remedy)

@@ -120,7 +120,10 @@ def train_command(
     if data is not None and grid in (None, AUTO):
         raise Pmm3dError("--data needs a named --grid: name the grid, or leave out --data")
     real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
-    loaded, chosen = load(config), options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
+    loaded, chosen = (
+        load(config, open_pipe=True),
+        options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node),
+    )
     with bar("plan train") as told:
         training = Training.of(
             loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary), noise
