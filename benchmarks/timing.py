@@ -29,7 +29,7 @@ class ProgramError(Exception):
 
 
 def output_of(command: Sequence[str], environ: Mapping[str, str] = os.environ, timeout: float | None = None) -> str:
-    """Standard output of a program. Raises ProgramError with its last exception or wrong option, or else its last lines."""
+    """Standard output of a program. Raises ProgramError with its last error, or else with its last lines."""
     process = subprocess.Popen(
         command,
         env=dict(environ),
