@@ -159,7 +159,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
             part = -(-section.batch_size // known.config.grid.micro_batches)
             loader = data.loader(asked.batch_size or part, shuffle=False)
             loader.standardize(known.scaling)
-            evaluation = Evaluation(made, loss_named(functions.loss), functions.metrics)
+            evaluation = Evaluation(made, loss_named(functions.loss, samples.class_weights), functions.metrics)
             with made.evaluating(), unchanged(made.grid):
                 evaluation.add(loader.whole_epoch())
             figures, columns = evaluation.figures(), list[tuple[str, float, float]]()
