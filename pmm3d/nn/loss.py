@@ -365,7 +365,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
     if own.missed is None or picked is None:
         chosen[...] = 0
     if picked is not None:
-        if own.missed is None:
+        if own.missed is None or own.inside is None:
             chosen[own.rows] = picked
         else:
             chosen[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)

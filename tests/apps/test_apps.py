@@ -243,7 +243,12 @@ def test_the_digits_are_right_in_97_of_100_held_out_images_for_each_seed(comm, s
     values = tomllib.loads((APPS / "digits.toml").read_text()) | {"grid": {}}
     found = []
     for seed in range(5):
-        values["training"] |= {"seed": seed, "folder": f"runs/{seed}", "evaluate_every": 10**6}
+        values["training"] |= {
+            "seed": seed,
+            "folder": f"runs/{seed}",
+            "evaluate_every": 10**6,
+            "checkpoint_every": 10**6,
+        }
         with trainer(checked(values), comm) as run:
             assert run.run() and run.loader.epoch == values["training"]["epochs"]
             figures = evaluate(run.state.network, run.validation, nn.cross_entropy)

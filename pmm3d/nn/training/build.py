@@ -166,12 +166,12 @@ def _trainer(
     samples: Samples,
     auto: Choice | None,
 ) -> Trainer:
-    section, grid = config.training, network.whole
+    section, grid, of_user, weights = config.training, network.whole, own.functions.loss, samples.class_weights
     optimizer = make_optimizer(config, network, own)
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
     recipe = Recipe(
-        own.functions.loss if ":" in loss else loss_named(loss, samples.class_weights),
+        of_user if ":" in loss else loss if weights is None else loss_named(loss, weights),
         epochs,
         steps=section.steps,
         clip=config.optimizer.clip,

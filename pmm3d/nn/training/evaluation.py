@@ -37,7 +37,7 @@ def loss_named(loss: str | Loss, class_weights: Sequence[float] | None = None) -
     class_weights: weight of each class for "cross_entropy"; None: 1.
     """
     if class_weights is not None:
-        return partial(losses.cross_entropy, weight=tuple(class_weights))
+        return partial(LOSSES["cross_entropy"], weight=tuple(class_weights))
     function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(function, str) or not callable(function):
         raise Pmm3dError(f"the loss must be {', '.join(LOSSES)} or a function; got {loss!r}")
@@ -72,7 +72,7 @@ class Evaluation:
         self._classes, self._vectors = plain is losses.cross_entropy, loss in (losses.mse, losses.mae)
         if taken := sorted({"loss", "accuracy", "r2", *(f"r2 of {name}" for name in targets)} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
-        self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0, False
+        self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0.0, False
         self.score, self._targets = scores.R2(), targets if 1 < len(targets) <= MOST_NAMED else ()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
