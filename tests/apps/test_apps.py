@@ -235,7 +235,7 @@ def test_digits(run, tmp_path):
 
 @pytest.mark.nightly("five trainings of some seconds")
 @pytest.mark.parallel([1])
-@pytest.mark.deadline(240)
+@pytest.mark.deadline(900)
 def test_the_digits_are_right_in_97_of_100_held_out_images_for_each_seed(comm, shared_path, monkeypatch):
     """With the configuration of `make run`, on one rank. The seed determines the held-out images and the weights."""
     monkeypatch.chdir(shared_path)
