@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ..errors import DataError, check_dataset_name, check_regular, needs, reason
 from ..text import counted
 from .disk import sync
-from .table import POLICIES, Columns, Contents, Selection, Table, numbered, opened
+from .table import POLICIES, Columns, Contents, Selection, Table, is_parquet, numbered, opened
 
 if TYPE_CHECKING:
     import h5py
@@ -64,12 +64,13 @@ def convert(
     dtype: str = "float32",
     overwrite: bool = False,
 ) -> Converted:
-    r"""Write the samples of a CSV file or of a .npz file to an HDF5 file. The samples must fit into memory.
+    r"""Write the samples of a CSV, Parquet or .npz file to an HDF5 file. The samples must fit into memory.
 
     Parameters
     ----------
     source : str or Path
-        The CSV or .npz file.
+        The CSV, Parquet (.parquet) or .npz file. What is said about a CSV file applies to Parquet too, except header,
+        delimiter and encoding.
     target : str or Path
         The HDF5 file.
     inputs : str, int, sequence of them, or None
@@ -113,15 +114,17 @@ def convert(
     ------
     DataError
         For cells that are missing or no finite numbers, and records of different lengths: the text names the line of
-        the file. For a .npz file, the text names the row of the array, counted from 0. For names that do not exist, and
+        the file. For a Parquet or .npz file, the text names the row, counted from 0. For names that do not exist, and
         for files that cannot be read or that exist.
+    MissingPackageError
+        For a Parquet file, if the extra `parquet` is not installed.
 
     Notes
     -----
     The data sets of a CSV file are `x` and `y`; those of a .npz file have the names of the arrays. Names of columns
     become the attributes `columns` of inputs and targets. The attribute `pmm3d_table` of the inputs describes the
     conversion. `pmm3d train` standardises samples with this attribute, and `pmm3d predict` converts other tables by it.
-    The file has a temporary name until it is complete. For other tables, use pandas and write a CSV or .npz file.
+    The file has a temporary name until it is complete. For other tables, use pandas and write CSV or Parquet.
 
     Examples
     --------
@@ -141,7 +144,7 @@ def convert(
     for name, value, known in (("dtype", dtype, DTYPES), ("missing", missing, POLICIES)):
         if value not in known:
             raise DataError(f"{name} is {' or '.join(known)}; got {value!r}")
-    of_table = header, delimiter, group_column, categories
+    of_table, of_text = (header, delimiter, group_column, categories), (header, delimiter)
     with _writing(Path(source), Path(target), overwrite) as file:
         if Path(source).suffix.lower() == ".npz":
             if of_table != (None, None, None, None) or missing != "refuse":
@@ -150,8 +153,10 @@ def convert(
                     "header and delimiter, and name arrays with inputs and targets"
                 )
             return _convert_arrays(Path(source), file, inputs, targets, classes)
-        with opened(Path(source), encoding) as text:
-            table = Table(Path(source), text, header, delimiter)
+        if is_parquet(Path(source)) and of_text != (None, None):
+            raise DataError(f"{source}: a Parquet file has names of columns and no delimiter: leave out these options")
+        with opened(Path(source), encoding, delimiter) as records:
+            table = Table(Path(source), records, header)
             chosen = table.selection(inputs, targets, group_column, categories)
             found = table.read(chosen, dtype, classes=classes, missing=missing)
         return _store(file, table, chosen, found, encoding, delimiter)
@@ -167,8 +172,8 @@ def convert_like(
     classes   names of the classes, if targets are labels
     """
     encoding, header = known.get("encoding", "utf-8-sig"), None if known["header"] else False
-    with _writing(source, target, overwrite=True) as file, opened(source, encoding) as text:
-        table = Table(source, text, header, known.get("delimiter"), known["inputs"])
+    with _writing(source, target, overwrite=True) as file, opened(source, encoding, known.get("delimiter")) as records:
+        table = Table(source, records, header, known["inputs"])
         chosen = table.selection_like(known, targets)
         labels: bool | Sequence[str] = classes if targets and classes else False
         found = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])

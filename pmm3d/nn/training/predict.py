@@ -194,7 +194,7 @@ def _is_npz(file: Path) -> bool:
 
 
 def _convert(file: Path, target: Path, inputs: str | None, targets: str | None, samples: Samples) -> None:
-    """Write the samples of a CSV or .npz file to HDF5. Raises DataError."""
+    """Write the samples of a table or .npz file to HDF5. Raises DataError."""
     if not file.exists():
         raise DataError(f"there is no file {file}")
     if inputs is not None and not _is_npz(file):

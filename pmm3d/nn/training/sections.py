@@ -116,7 +116,7 @@ class DataSection(Section):
     standardize: bool | None = None
     """whether the columns of samples, and of targets that are values, are scaled to mean 0 and standard deviation 1 of
     the rows to train on. The scales are part of the network: `predict` returns the units of the targets. Left out: true
-    if `pmm3d convert` made the file from a table (CSV)"""
+    if `pmm3d convert` made the file from a table (CSV, Parquet)"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
 
