@@ -68,7 +68,7 @@ def trainer(
                     "float16 arrays of numpy are slow: they are widened to float32 for each product. "
                     'network.library = "torch" is faster, and has bfloat16'
                 )
-            samples = samples_of(data, loss, class_weights_of(config, data, rows, loss))
+            samples = samples_of(data, loss, class_weights_of(config, data, rows))
             found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
             with grid.collective_call("training"):
                 sizes = layer_sizes(config, found.features, found.outputs)

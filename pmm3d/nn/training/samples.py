@@ -78,7 +78,7 @@ def samples_of(data: Data, loss: str, class_weights: list[float] | None = None) 
     )
 
 
-def class_weights_of(config: Config, data: Data, rows: RowSet, loss: str) -> list[float] | None:
+def class_weights_of(config: Config, data: Data, rows: RowSet) -> list[float] | None:
     """Return the weight of each class in the loss, or None. Collective. The mean weight of the rows to train on is 1 if
     weights are balanced; a class without such a row then has the weight 1. Raises Pmm3dError for weights that do not
     fit the data."""
@@ -86,10 +86,6 @@ def class_weights_of(config: Config, data: Data, rows: RowSet, loss: str) -> lis
     if wanted is None or isinstance(data, TokenDataSet):
         return None
     with data.grid.collective_call("training", always=True):
-        if loss != "cross_entropy":
-            raise Pmm3dError(
-                f"training.class_weights is for labels and the loss cross_entropy; the loss is {loss}: leave it out"
-            )
         if wanted != "balanced" and (len(wanted) != found or not any(wanted)):
             raise Pmm3dError(
                 f"training.class_weights has {counted(len(wanted), 'number')}, and {data.path} has "
@@ -252,18 +248,20 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
 
 
 def loss_of(config: Config, classes: bool) -> str:
-    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them. A
-    function of the user fits all."""
+    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them (a
+    function of the user fits all), and for class weights of another loss than cross_entropy."""
     loss = config.training.loss
-    if ":" in loss:
-        return loss
     if loss == "auto":
-        return "cross_entropy" if classes else "mse"
-    if (loss == "cross_entropy") != classes:
+        loss = "cross_entropy" if classes else "mse"
+    elif ":" not in loss and (loss == "cross_entropy") != classes:
         raise Pmm3dError(
             f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
             f"{'classes (integers)' if classes else 'vectors (floating point)'}: leave training.loss "
             "out, or name other targets (data.targets)"
+        )
+    if config.training.class_weights is not None and loss != "cross_entropy":
+        raise Pmm3dError(
+            f"training.class_weights is for labels and the loss cross_entropy; the loss is {loss}: leave it out"
         )
     return loss
 
