@@ -69,28 +69,27 @@ def convert(
     Parameters
     ----------
     source : str or Path
-        The CSV, Parquet (.parquet) or .npz file. What is said about a CSV file applies to Parquet too, except header,
-        delimiter and encoding.
+        The table, CSV or Parquet (.parquet), or .npz file.
     target : str or Path
         The HDF5 file.
     inputs : str, int, sequence of them, or None
-        Columns of a CSV file that are inputs, by names or indices. Default: all columns that are neither targets nor
+        Columns of a table that are inputs, by names or indices. Default: all columns that are neither targets nor
         the group. For a .npz file: name of the array of samples. Default: "x".
     targets : str, int, sequence of them, None or False
-        Columns of a CSV file that are targets. Default: the last column. For a .npz file: name of the array. Default:
+        Columns of a table that are targets. Default: the last column. For a .npz file: name of the array. Default:
         "y". False: there are no targets.
     classes : bool or sequence of str
         True: the targets are labels. Classes are numbered from 0: numbers in ascending order, then texts in sorted
         order. A list of names numbers the classes in this order, as in another file. The names become the attribute
         `class_names` of the targets.
     group_column : str, int or None
-        Column of a CSV file with equal entries for rows that belong together, such as the rows of one patient. It
+        Column of a table with equal entries for rows that belong together, such as the rows of one patient. It
         becomes the data set `groups`, (rows,), of numbers, for `data.groups`. Default: no groups.
     categories : str, int, sequence of them, or None
-        Inputs of a CSV file that are texts, such as names of sites. Each text becomes a column of 0 and 1 (one-hot).
+        Inputs of a table that are texts, such as names of sites. Each text becomes a column of 0 and 1 (one-hot).
         Default: none.
     missing : str
-        Treatment of missing values of a CSV file: empty cells, NA or NaN, for example. "refuse" (default): an error.
+        Treatment of missing values of a table: empty cells, NA or NaN, for example. "refuse" (default): an error.
         "drop": the line is left out. "mean": a missing input becomes the mean of its column in all lines, and lines
         without a target, a label or a group are left out. In a category, only an empty cell, NA and NaN are missing.
     header : bool or None
@@ -101,7 +100,7 @@ def convert(
     encoding : str
         Encoding of a CSV file, by Python's names: "latin-1", "utf-16". Default: UTF-8.
     dtype : str
-        Type of numbers from a CSV file: "float32" (default) or "float64". Arrays of a .npz file keep their type.
+        Type of numbers from a table: "float32" (default) or "float64". Arrays of a .npz file keep their type.
     overwrite : bool
         Replace a file that exists.
 
@@ -121,7 +120,7 @@ def convert(
 
     Notes
     -----
-    The data sets of a CSV file are `x` and `y`; those of a .npz file have the names of the arrays. Names of columns
+    The data sets of a table are `x` and `y`; those of a .npz file have the names of the arrays. Names of columns
     become the attributes `columns` of inputs and targets. The attribute `pmm3d_table` of the inputs describes the
     conversion. `pmm3d train` standardises samples with this attribute, and `pmm3d predict` converts other tables by it.
     The file has a temporary name until it is complete. For other tables, use pandas and write CSV or Parquet.
