@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from ..errors import DataError, check_dataset_name, check_regular, needs, reason
 from ..text import counted
 from .disk import sync
-from .table import POLICIES, Columns, Contents, Selection, Table, numbered, opened
+from .table import POLICIES, Columns, Contents, Selection, Table, is_parquet, numbered, opened
 
 if TYPE_CHECKING:
     import h5py
@@ -64,32 +64,32 @@ def convert(
     dtype: str = "float32",
     overwrite: bool = False,
 ) -> Converted:
-    r"""Write the samples of a CSV file or of a .npz file to an HDF5 file. The samples must fit into memory.
+    r"""Write the samples of a CSV, Parquet or .npz file to an HDF5 file. The samples must fit into memory.
 
     Parameters
     ----------
     source : str or Path
-        The CSV or .npz file.
+        The table, CSV or Parquet (.parquet), or .npz file.
     target : str or Path
         The HDF5 file.
     inputs : str, int, sequence of them, or None
-        Columns of a CSV file that are inputs, by names or indices. Default: all columns that are neither targets nor
+        Columns of a table that are inputs, by names or indices. Default: all columns that are neither targets nor
         the group. For a .npz file: name of the array of samples. Default: "x".
     targets : str, int, sequence of them, None or False
-        Columns of a CSV file that are targets. Default: the last column. For a .npz file: name of the array. Default:
+        Columns of a table that are targets. Default: the last column. For a .npz file: name of the array. Default:
         "y". False: there are no targets.
     classes : bool or sequence of str
         True: the targets are labels. Classes are numbered from 0: numbers in ascending order, then texts in sorted
         order. A list of names numbers the classes in this order, as in another file. The names become the attribute
         `class_names` of the targets.
     group_column : str, int or None
-        Column of a CSV file with equal entries for rows that belong together, such as the rows of one patient. It
+        Column of a table with equal entries for rows that belong together, such as the rows of one patient. It
         becomes the data set `groups`, (rows,), of numbers, for `data.groups`. Default: no groups.
     categories : str, int, sequence of them, or None
-        Inputs of a CSV file that are texts, such as names of sites. Each text becomes a column of 0 and 1 (one-hot).
+        Inputs of a table that are texts, such as names of sites. Each text becomes a column of 0 and 1 (one-hot).
         Default: none.
     missing : str
-        Treatment of missing values of a CSV file: empty cells, NA or NaN, for example. "refuse" (default): an error.
+        Treatment of missing values of a table: empty cells, NA or NaN, for example. "refuse" (default): an error.
         "drop": the line is left out. "mean": a missing input becomes the mean of its column in all lines, and lines
         without a target, a label or a group are left out. In a category, only an empty cell, NA and NaN are missing.
     header : bool or None
@@ -100,7 +100,7 @@ def convert(
     encoding : str
         Encoding of a CSV file, by Python's names: "latin-1", "utf-16". Default: UTF-8.
     dtype : str
-        Type of numbers from a CSV file: "float32" (default) or "float64". Arrays of a .npz file keep their type.
+        Type of numbers from a table: "float32" (default) or "float64". Arrays of a .npz file keep their type.
     overwrite : bool
         Replace a file that exists.
 
@@ -113,15 +113,17 @@ def convert(
     ------
     DataError
         For cells that are missing or no finite numbers, and records of different lengths: the text names the line of
-        the file. For a .npz file, the text names the row of the array, counted from 0. For names that do not exist, and
+        the file. For a Parquet or .npz file, the text names the row, counted from 0. For names that do not exist, and
         for files that cannot be read or that exist.
+    MissingPackageError
+        For a Parquet file, if the extra `parquet` is not installed.
 
     Notes
     -----
-    The data sets of a CSV file are `x` and `y`; those of a .npz file have the names of the arrays. Names of columns
+    The data sets of a table are `x` and `y`; those of a .npz file have the names of the arrays. Names of columns
     become the attributes `columns` of inputs and targets. The attribute `pmm3d_table` of the inputs describes the
     conversion. `pmm3d train` standardises samples with this attribute, and `pmm3d predict` converts other tables by it.
-    The file has a temporary name until it is complete. For other tables, use pandas and write a CSV or .npz file.
+    The file has a temporary name until it is complete. For other tables, use pandas and write CSV or Parquet.
 
     Examples
     --------
@@ -141,7 +143,7 @@ def convert(
     for name, value, known in (("dtype", dtype, DTYPES), ("missing", missing, POLICIES)):
         if value not in known:
             raise DataError(f"{name} is {' or '.join(known)}; got {value!r}")
-    of_table = header, delimiter, group_column, categories
+    of_table, of_text = (header, delimiter, group_column, categories), (header, delimiter)
     with _writing(Path(source), Path(target), overwrite) as file:
         if Path(source).suffix.lower() == ".npz":
             if of_table != (None, None, None, None) or missing != "refuse":
@@ -150,8 +152,10 @@ def convert(
                     "header and delimiter, and name arrays with inputs and targets"
                 )
             return _convert_arrays(Path(source), file, inputs, targets, classes)
-        with opened(Path(source), encoding) as text:
-            table = Table(Path(source), text, header, delimiter)
+        if is_parquet(Path(source)) and of_text != (None, None):
+            raise DataError(f"{source}: a Parquet file has names of columns and no delimiter: leave out these options")
+        with opened(Path(source), encoding, delimiter) as records:
+            table = Table(Path(source), records, header)
             chosen = table.selection(inputs, targets, group_column, categories)
             contents = table.read(chosen, dtype, classes=classes, missing=missing)
         return _store(file, table, chosen, contents, encoding, delimiter)
@@ -167,8 +171,8 @@ def convert_like(
     classes   names of the classes, if targets are labels
     """
     encoding, header = known.get("encoding", "utf-8-sig"), None if known["header"] else False
-    with _writing(source, target, overwrite=True) as file, opened(source, encoding) as text:
-        table = Table(source, text, header, known.get("delimiter"), known["inputs"])
+    with _writing(source, target, overwrite=True) as file, opened(source, encoding, known.get("delimiter")) as records:
+        table = Table(source, records, header, known["inputs"])
         chosen = table.selection_like(known, targets)
         labels: bool | Sequence[str] = classes if targets and classes else False
         contents = table.read(chosen, "float64", classes=labels, missing="known", means=known["means"])

@@ -41,7 +41,9 @@ class SourceFile:
             self.h5 = h5py.File(path, "r", locking="best-effort")
         except OSError as error:
             no_hdf5 = "signature not found" in str(error)
-            said = "it is no HDF5 file; pmm3d convert makes one from CSV or .npz" if no_hdf5 else error.strerror
+            said = (
+                "it is no HDF5 file; pmm3d convert makes one from CSV, Parquet or .npz" if no_hdf5 else error.strerror
+            )
             raise DataError(f"cannot open {path}: {said or error}") from None
 
     def dataset(self, name: str) -> h5py.Dataset:

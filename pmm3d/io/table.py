@@ -1,4 +1,4 @@
-"""Tables as text (CSV): records, header, and columns as arrays of numbers. numpy is imported late, for a fast
+"""Tables (CSV and Parquet): records, header, and columns as arrays of numbers. numpy is imported late, for a fast
 command."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from ..errors import DataError
+from ..errors import DataError, needs
 from ..text import counted, names_in_words, shell_command
 
 if TYPE_CHECKING:
@@ -27,10 +27,15 @@ NO_TEXT = ("", "na", "n/a", "#n/a", "<na>", "nan")
 POLICIES = ("refuse", "drop", "mean")
 MOST_CATEGORIES = 1000
 """Largest number of different texts of a column that become columns."""
+PARQUET = ".parquet"
+INDEX = re.compile(r"__index_level_\d+__")
+"""Columns of row numbers, which pandas writes to Parquet."""
 END = "\0end"
 """Record after the last one. Quotes that are open at the end of the file contain it."""
 
 Columns = str | int | Sequence[str | int] | None
+Records = Iterator[tuple[int, list[str]]]
+"""(number of the last line, cells) of each record of a table. The rows of a Parquet file count from 0."""
 
 
 class Contents(NamedTuple):
@@ -66,18 +71,19 @@ class Selection(NamedTuple):
 
 
 class Table:
-    """A CSV file, which is read once, record by record.
+    """A CSV or Parquet file, which is read once, record by record.
 
+    records  of `opened`
     names    names of the columns; without a header, their indices as text
     header   whether the first record contains the names; None: it does if it looks so, or has all of `wanted`
     wanted   inputs of the table like which this one is converted
     """
 
-    def __init__(
-        self, path: Path, file: TextIO, header: bool | None, delimiter: str | None, wanted: Collection[str] = ()
-    ):
+    def __init__(self, path: Path, records: Records, header: bool | None, wanted: Collection[str] = ()):
+        header = True if is_parquet(path) else header
         self._path, self._guessed, self._like = path, header is None, bool(wanted)
-        self._records = _records(file, delimiter)
+        self._line = "row" if is_parquet(path) else "line"
+        self._records = records
         head = list(islice(self._records, 2))
         if not head:
             raise DataError(f"{path} is empty")
@@ -169,7 +175,7 @@ class Table:
         for row, number in np.argwhere(wrong)[:1]:
             name = next(self.names[at] for at, column in place.items() if column == number)
             raise DataError(
-                f"{self._path}, line {lines[row]}, column {name}: {table[row, number]} is not a finite {dtype}"
+                f"{self._path}, {self._line} {lines[row]}, column {name}: {table[row, number]} is not a finite {dtype}"
             )
         gaps = np.isnan(table)
         filling = missing == "mean" or (missing == "known" and means is not None)
@@ -178,7 +184,7 @@ class Table:
         bad = gaps[:, wide if filling else 0 :].any(1)
         table, lines = table[~bad], lines[~bad]
         if not len(table):
-            raise DataError(f"{self._path}: each line has a missing value, so none is left")
+            raise DataError(f"{self._path}: each {self._line} has a missing value, so none is left")
         inputs, names, known = self._expanded(chosen, texts, table, lines, dtype)
         filled: np.ndarray | None = None
         if filling:
@@ -196,7 +202,7 @@ class Table:
                 list(texts[at]),
                 numbers[at].astype(np.int64),
                 classes if at in labels else True,
-                lambda row: f"line {lines[row]}",
+                lambda row: f"{self._line} {lines[row]}",
                 *(["Remove the line"] if missing == "known" else []),
             )
             for at in numbers
@@ -265,8 +271,8 @@ class Table:
         if unknown := [text for text in texts if text not in order]:
             line = lines[int((codes == seen[unknown[0]]).argmax())]
             raise DataError(
-                f"{self._path}, line {line}, column {self.names[at]}: {unknown[0]!r} is none of the categories of "
-                f"the training data: {names_in_words(order)}"
+                f"{self._path}, {self._line} {line}, column {self.names[at]}: {unknown[0]!r} is none of the "
+                f"categories of the training data: {names_in_words(order)}"
             )
         return [*order]
 
@@ -290,7 +296,9 @@ class Table:
         )
         if missing == "known" and number < inputs:
             remedy += ". If the training data are converted with --missing mean, missing inputs are replaced here too"
-        raise DataError(f"{self._path}, line {lines[row]}, column {name}: the value is missing.{label} {remedy}")
+        raise DataError(
+            f"{self._path}, {self._line} {lines[row]}, column {name}: the value is missing.{label} {remedy}"
+        )
 
     def _cells(
         self, chosen: Selection, texts: dict[int, dict[str, int]], given: Mapping[int, Sequence[str]]
@@ -305,7 +313,7 @@ class Table:
         for line, record in self._records:
             if len(record) != len(self.names):
                 raise DataError(
-                    f"{self._path}, line {line} has {counted(len(record), 'cell')}; the first has "
+                    f"{self._path}, {self._line} {line} has {counted(len(record), 'cell')}; the first has "
                     f"{len(self.names)}. Name the delimiter (--delimiter), or put cells that contain "
                     "it in quotes"
                 )
@@ -321,7 +329,7 @@ class Table:
             values.extend(numbers)
             lines.append(line)
         if not values:
-            raise DataError(f"{self._path} has no line of data")
+            raise DataError(f"{self._path} has no {self._line} of data")
         return np.frombuffer(values).reshape(-1, len(used)), np.frombuffer(lines, np.int64)
 
     def _number(self, cell: str | float, at: int, line: int, chosen: Selection) -> float:
@@ -346,7 +354,7 @@ class Table:
                     "inputs= (--inputs) names the columns to take"
                 )
             raise DataError(
-                f"{self._path}, line {line}, column {self.names[at]}: {cell!r} is not a number{hint}"
+                f"{self._path}, {self._line} {line}, column {self.names[at]}: {cell!r} is not a number{hint}"
             ) from None
 
     def indices(self, columns: Columns) -> list[int]:
@@ -365,11 +373,19 @@ class Table:
         return indices
 
 
+def is_parquet(path: Path) -> bool:
+    return path.suffix.lower() == PARQUET
+
+
 @contextmanager
-def opened(path: Path, encoding: str) -> Iterator[TextIO]:
+def opened(path: Path, encoding: str, delimiter: str | None) -> Iterator[Records]:
+    """As a context: the records of a table. The first one of a Parquet file contains the names of the columns."""
+    if is_parquet(path):
+        yield _rows(path)
+        return
     try:
         with open(path, encoding=encoding, newline="") as file:
-            yield file
+            yield _records(file, delimiter)
     except (UnicodeError, LookupError) as error:
         raise DataError(
             f"{path} cannot be read as {encoding} ({error}): name its encoding with "
@@ -379,7 +395,31 @@ def opened(path: Path, encoding: str) -> Iterator[TextIO]:
         raise DataError(f"{path}: {error}: a quote may be opened and not closed") from None
 
 
-def _records(file: TextIO, delimiter: str | None) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path) -> Records:
+    """Yield the names of the columns, and the cells of each row of a Parquet file, as texts."""
+    with needs("parquet", "Parquet files"):
+        from pyarrow import ArrowException, parquet
+    try:
+        with parquet.ParquetFile(path) as file:
+            names, row = file.schema_arrow.names, 0
+            used = [at for at, name in enumerate(names) if not INDEX.fullmatch(name)]
+            yield -1, [names[at].strip() for at in used]
+            for batch in file.iter_batches():
+                for cells in zip(*(batch.column(at).to_pylist() for at in used)):
+                    yield row, [_text(cell) for cell in cells]
+                    row += 1
+    except ArrowException as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from None
+
+
+def _text(cell: Any) -> str:
+    """Return a value of a Parquet file as a cell: truth values are 1 and 0, and null is empty."""
+    if cell is None:
+        return ""
+    return str(int(cell) if isinstance(cell, bool) else cell).strip()
+
+
+def _records(file: TextIO, delimiter: str | None) -> Records:
     """Yield (number of the last line, cells) of each record that is not blank."""
     if delimiter is None:
         first = next((line for line in file if not line.isspace()), "")

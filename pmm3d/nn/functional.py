@@ -1,6 +1,6 @@
 """Activations, dropout, LayerNorm and RMSNorm, each a function with its gradient rule. Activations send nothing.
 
-To write another one, compute the local result, name the operands, and return their gradients (see docs/training.md).
+To write another one, compute the local result, name the operands, and return their gradients (see docs/networks.md).
 """
 
 from __future__ import annotations

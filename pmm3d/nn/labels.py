@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -23,16 +24,18 @@ class OwnLabels(NamedTuple):
 
     missed   number of each row that replaces the logit of another rank: 0, or -inf for a label out of range, so that
              the loss is infinite
-    inside   on a device, whether this rank has the label's column, for each row. None on the host, because `rows` then
-             contains such rows only
-    counted  with ignore_index, whether the row counts, for each row
+    inside   weight of the rows in `rows`, 0 for a row whose label's column another rank has. None on the host without
+             class weights: then each weight is 1
+    weights  with ignore_index or class weights, the weight of each row; 0: the row does not count
+    offset   with `weights`, -log of the weight of each row, and 0 for weight 0
     """
 
     rows: Array
     columns: Array
     missed: Array | None = None
     inside: Array | None = None
-    counted: Array | None = None
+    weights: Array | None = None
+    offset: Array | None = None
 
     @property
     def kept(self) -> dict[str, Array]:
@@ -41,21 +44,52 @@ class OwnLabels(NamedTuple):
         return kept if self.inside is None else {**kept, "cross_entropy.inside": self.inside}
 
 
-def local_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
-    box, library = logits.box, logits.library
+def local_labels(
+    logits: Tensor, labels: Matrix, ignored: int | None, of_classes: np.ndarray | None = None
+) -> OwnLabels:
+    """of_classes: weight of each class; None: 1."""
+    box, library, wide = logits.box, logits.library, logits.spec.accumulation
     if not library.on_host:
-        return _labels_there(logits, labels, ignored)
+        return _labels_there(logits, labels, ignored, of_classes)
     host = labels_of(logits, labels, ignored)
+    weighs = ignored is not None or of_classes is not None
     if host is None:
         index = library.empty((logits.spec.local_shape[0],), "int64")
-        return OwnLabels(index, index, counted=None if ignored is None else index == 0)
+        weights = wide.new((1, len(index)))[0] if weighs else None
+        return OwnLabels(index, index, None, None if of_classes is None else weights, weights, weights)
     here = (host >= box.c0) & (host < box.c1)
     own = np.flatnonzero(here if ignored is None else here & (host != ignored))
     rows, columns = (library.from_numpy(index, "int64") for index in (own, host[own] - box.c0))
-    return OwnLabels(rows, columns, counted=None if ignored is None else library.from_numpy(host != ignored, "bool"))
+    if not weighs:
+        return OwnLabels(rows, columns)
+    found = weights_of(host, ignored, of_classes)
+    offset = -np.log(np.where(found > 0, found, 1))
+    weights, offset = (library.from_numpy(each, wide.dtype) for each in (found, offset))
+    return OwnLabels(rows, columns, None, None if of_classes is None else weights[rows], weights, offset)
 
 
-def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLabels:
+def weights_of(host: np.ndarray, ignored: int | None, of_classes: np.ndarray | None) -> np.ndarray:
+    """Return the weight of each of these labels: that of its class, and 0 if it is ignored."""
+    counted = host != ignored
+    return counted.astype(float) if of_classes is None else of_classes[np.where(counted, host, 0)] * counted
+
+
+def check_weights(logits: Tensor, weight: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
+    """Return the weights of the classes as an array. Raises Pmm3dError if they are no weights."""
+    if weight is None:
+        return None
+    found = np.asarray(weight, float)
+    if found.shape != (logits.shape[1],) or not np.isfinite(found).all() or (found < 0).any() or not found.any():
+        raise Pmm3dError(
+            f"cross_entropy: weight is one number for each of the {logits.shape[1]} classes, at least 0 and not all 0; "
+            f"got {weight!r}"
+        )
+    return found
+
+
+def _labels_there(
+    logits: Tensor, labels: Matrix, ignored: int | None, of_classes: np.ndarray | None = None
+) -> OwnLabels:
     """Find labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
     box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
     matrix = _aligned_labels(logits, labels)
@@ -68,14 +102,20 @@ def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None) -> OwnLab
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
-    counted = None
+    weights, offset, wide = None, None, logits.spec.accumulation.dtype
     if ignored is not None:
         counted = held != ignored
         inside, right = inside & counted, right | (held == ignored)
+        weights = library.astype(counted, wide)
+    own = library.astype(inside, wide)
+    if of_classes is not None:
+        known = library.from_numpy(of_classes, wide)[held.clip(0, logits.shape[1] - 1)]
+        weights, own = known if weights is None else known * weights, own * known
+    if weights is not None:
+        offset = -xp.log(xp.where(weights > 0, weights, 1))
     columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
-    wide = logits.spec.accumulation.dtype
-    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), library.astype(inside, wide), counted)
+    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), own, weights, offset)
 
 
 def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:

@@ -21,7 +21,7 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
-from .labels import Matrix, OwnLabels, local_labels
+from .labels import Matrix, OwnLabels, check_weights, local_labels, weights_of
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule, Tape
@@ -40,7 +40,7 @@ class WholeStep:
 
     def __init__(self, grid: Grid, targets: Sequence[Matrix]):
         self._grid, self._targets, self.weight = grid, targets, 1.0
-        self._numbers, self._noted = dict[int | None, int](), list[tuple[Tensor, int | None]]()
+        self._numbers, self._noted = dict[Any, float](), list[tuple[Tensor, float | None]]()
 
     def loss(self, loss: Callable[..., Tensor], batch: int, output: Any, weighs: bool = True) -> Tensor:
         """Return the loss of a batch. weighs: whether `Tape.step` is set. Raises Pmm3dError if it is no mean or sum."""
@@ -65,40 +65,47 @@ class WholeStep:
             self.weight = 1.0
         return result
 
-    def note(self, result: Tensor, number: int | None) -> None:
+    def note(self, result: Tensor, number: float | None) -> None:
         """Note a result whose terms are not all rows: a mean of `number` terms, or None for a sum."""
         self._noted.append((result, number))
 
-    def terms_of_mean(self, labels: Matrix, ignored: int) -> tuple[int, float]:
-        """Number of labels of the step that count, and the factor of the sum of their terms in this batch. Collective
-        in the first call with `ignored`."""
+    def terms_of_mean(
+        self, labels: Matrix, ignored: int | None, of_classes: np.ndarray | None = None
+    ) -> tuple[float, float]:
+        """Number of labels of the step that count, or the sum of their weights, and the factor of the sum of their
+        terms in this batch. Collective in the first call with these arguments."""
         targets = self._targets if len(self._targets) > 1 else [labels]
         if not any(labels is each for each in targets):
             raise Pmm3dError(
-                "cross_entropy: with several micro-batches, ignore_index counts the labels of the whole "
+                "cross_entropy: with several micro-batches, ignore_index and weight count the labels of the whole "
                 "step. Pass the labels that the loss is given, or train with one micro-batch"
             )
-        if len(targets) == 1 or ignored not in self._numbers:
-            self._numbers[ignored] = _number_of_labels(self._grid, targets, ignored)
-        number = self._numbers[ignored]
-        return number, 1 / (max(1, number) * self.weight) if self.weight else 0.0
+        key = ignored, None if of_classes is None else of_classes.tobytes()
+        if len(targets) == 1 or key not in self._numbers:
+            self._numbers[key] = _number_of_labels(self._grid, targets, ignored, of_classes)
+        number = self._numbers[key]
+        return number, 1 / ((number or 1) * self.weight) if self.weight else 0.0
 
-    def terms(self, result: Tensor, rows: int) -> int | None:
+    def terms(self, result: Tensor, rows: int) -> float | None:
         """Number of terms of a result, a mean: by default `rows`; None if it is no mean of terms of one kind."""
         return next((number for noted, number in self._noted if noted is result), None if self._noted else rows)
 
 
-def _number_of_labels(grid: Grid, labels: Sequence[Matrix], ignored: int | None) -> int:
-    """Number of labels of all ranks that count. Collective with `ignored`: one all-reduce of a number."""
-    if ignored is None:
+def _number_of_labels(
+    grid: Grid, labels: Sequence[Matrix], ignored: int | None, of_classes: np.ndarray | None = None
+) -> float:
+    """Number of labels of all ranks that count, or the sum of their weights. Without `ignored` and `of_classes` it is
+    the number of rows; otherwise the call is collective: one all-reduce of a number."""
+    if ignored is None and of_classes is None:
         return sum(int(each.shape[0]) for each in labels)
-    own, position = 0, grid.shape.position(grid.rank)
+    own, position = 0.0, grid.shape.position(grid.rank)
     for matrix in (each.value if isinstance(each, Tensor) else each for each in labels):
-        if matrix.layout.is_first(position):
-            own += int(np.count_nonzero(matrix.library.to_numpy(matrix.local) != ignored))
+        if matrix.layout.is_first(position) and matrix.library.has_data:
+            own += float(weights_of(matrix.library.to_numpy(matrix.local), ignored, of_classes).sum())
     with grid.ledger.phase("loss"):
-        found = grid.everyone.all_reduce(np.array([float(own)]), agreed=True).wait()
-    return int(found[0]) if grid.dry_run is None else own
+        found = grid.everyone.all_reduce(np.array([own]), agreed=True).wait()
+    total = float(found[0]) if grid.dry_run is None else own
+    return int(total) if of_classes is None else total
 
 
 def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
@@ -205,21 +212,37 @@ def _check_reduction(name: str, reduction: str, others: str = "") -> None:
         raise Pmm3dError(f'{name}: reduction is "mean" or "sum"{others}; got {reduction!r}')
 
 
-@overload
-def cross_entropy(
-    logits: Tensor, labels: Matrix, reduction: Literal["sum_count"], ignore_index: int | None = None
-) -> tuple[Tensor, int]: ...
+Weights = Sequence[float] | np.ndarray
+"""Weight of each class."""
 
 
 @overload
 def cross_entropy(
-    logits: Tensor, labels: Matrix, reduction: Literal["mean", "sum"] = "mean", ignore_index: int | None = None
+    logits: Tensor,
+    labels: Matrix,
+    reduction: Literal["sum_count"],
+    ignore_index: int | None = None,
+    weight: Weights | None = None,
+) -> tuple[Tensor, float]: ...
+
+
+@overload
+def cross_entropy(
+    logits: Tensor,
+    labels: Matrix,
+    reduction: Literal["mean", "sum"] = "mean",
+    ignore_index: int | None = None,
+    weight: Weights | None = None,
 ) -> Tensor: ...
 
 
 def cross_entropy(
-    logits: Tensor, labels: Matrix, reduction: str = "mean", ignore_index: int | None = None
-) -> Tensor | tuple[Tensor, int]:
+    logits: Tensor,
+    labels: Matrix,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    weight: Weights | None = None,
+) -> Tensor | tuple[Tensor, float]:
     """Mean over the rows of -log softmax(logits)[label].
 
     Parameters
@@ -233,24 +256,29 @@ def cross_entropy(
     ignore_index : int or None
         Label of rows that do not count. Their gradient is zero. If no row counts, the mean is NaN and the sum 0, as in
         torch. Default: all rows count.
+    weight : sequence of float or None
+        Weight of each class, (classes,), the same on every rank. The term of a row is multiplied by the weight of its
+        label, and the mean is divided by the sum of these weights, as in torch. Default: 1.
 
     Returns
     -------
-    Tensor, or (Tensor, int)
-        1 x 1. With "sum_count", the sum and the number of rows that count, which can be added over several batches.
+    Tensor, or (Tensor, int or float)
+        1 x 1. With "sum_count", the sum, and the number of rows that count or with `weight` the sum of their weights.
+        Both can be added over several batches.
 
     Raises
     ------
     LayoutError
         On every rank, if the labels are no matrix (m, 1).
     Pmm3dError
-        On every rank, if a label is out of range, and for another `reduction`.
+        On every rank, if a label is out of range, for another `reduction`, and if `weight` is not one number of at
+        least 0 for each class.
 
     Notes
     -----
     Along each axis of G ranks that splits the classes, each rank receives (G-1) 3 numbers for each of its rows: the
-    largest logit, the sum of exponentials, and the logit of the label. With `ignore_index` a mean waits for the sum
-    over the ranks. "sum_count" then sends the number in a message of its own.
+    largest logit, the sum of exponentials, and the logit of the label. With `ignore_index` or `weight` a mean waits for
+    the sum over the ranks. "sum_count" then sends the number in a message of its own.
 
     Examples
     --------
@@ -264,29 +292,30 @@ def cross_entropy(
     """
     if reduction == "sum_count":
         return (
-            cross_entropy(logits, labels, "sum", ignore_index),
-            _number_of_labels(logits.grid, [labels], ignore_index),
+            cross_entropy(logits, labels, "sum", ignore_index, weight),
+            _number_of_labels(logits.grid, [labels], ignore_index, check_weights(logits, weight)),
         )
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
-    logits = summed(logits)
+    logits, of_classes = summed(logits), check_weights(logits, weight)
     spec, local = logits.spec, logits.shard
     xp = array_namespace(local)
-    labelled = local_labels(logits, labels, ignore_index)
+    labelled = local_labels(logits, labels, ignore_index, of_classes)
     largest, logarithm, chosen = _log_sum_exp(logits, labelled)
-    normalizer, counted = largest + logarithm, labelled.counted
+    normalizer, weights = largest + logarithm, labelled.weights
     losses = normalizer - chosen
-    if counted is not None:  # exp(logit - inf) is 0
-        losses, normalizer = xp.where(counted, losses, 0), xp.where(counted, normalizer, inf)
+    if weights is not None:  # exp(logit - normalizer) becomes the weight times the probability, and exp(-inf) is 0
+        losses = xp.where(weights > 0, losses * weights, 0)
+        normalizer = xp.where(weights > 0, normalizer + labelled.offset, inf)
     own, mean, step = xp.sum(losses), None, logits.tape.step
     keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
-    weight, number = _weight(logits, spec.shape[:1], reduction), None
-    if reduction == "mean" and counted is not None and step is not None:
-        number, weight = step.terms_of_mean(labels, ignore_index)
+    share_of_rows, number = _weight(logits, spec.shape[:1], reduction), None
+    if reduction == "mean" and weights is not None and step is not None:
+        number, share_of_rows = step.terms_of_mean(labels, ignore_index, of_classes)
         own = own if number else own * nan
-    elif reduction == "mean" and counted is not None:
-        mean, share_of_row = _mean_of_counted(spec, own, counted)
+    elif reduction == "mean" and weights is not None:
+        mean, share_of_row = _weighted_mean(spec, own, weights)
         if spec.library.on_host:
-            weight = float(share_of_row[0, 0])
+            share_of_rows = float(share_of_row[0, 0])
         else:
             keep["cross_entropy.number"] = share_of_row
 
@@ -294,7 +323,7 @@ def cross_entropy(
         gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array, *of_device: Array
     ) -> tuple[Array]:
         inside, *number = of_device or (1,)
-        factor = _factor(spec, gradient, *number or (weight,))
+        factor = _factor(spec, gradient, *number or (share_of_rows,))
         with computing(spec.grid, "loss", PER_ELEMENT * prod(spec.local_shape), "cross_entropy backward"):
             dx = map_elementwise(spec, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor)
             if local.shape[1]:
@@ -307,17 +336,19 @@ def cross_entropy(
 
     if mean is not None:
         return logits.from_op(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
-    return _summed((logits,), own * weight, rule, keep, (), reduction == "mean" and counted is None, number)
+    return _summed((logits,), own * share_of_rows, rule, keep, (), reduction == "mean" and weights is None, number)
 
 
-def _mean_of_counted(spec: TensorSpec, own: Array, counted: Array) -> tuple[Array, Array]:
-    """Mean over the rows that count, and 1 / their number, 1 x 1 each; NaN and 1 if no row counts. Collective."""
+def _weighted_mean(spec: TensorSpec, own: Array, weights: Array) -> tuple[Array, Array]:
+    """Sum of the terms divided by the sum of the rows' weights, and 1 / this sum, 1 x 1 each; NaN and 1 if no row
+    counts. Collective."""
     xp, sums = array_namespace(own), spec.accumulation.new((1, 2))
-    sums[0, 0], sums[0, 1] = own, xp.sum(counted)
+    sums[0, 0], sums[0, 1] = own, xp.sum(weights)
     with spec.grid.ledger.phase("loss"):
         sum_over(spec.grid, sums, spec.layout.rows)
-    weight = 1 / sums[:, 1:].clip(1)
-    return xp.where(sums[:, 1:] > 0, sums[:, :1] * weight, nan), weight
+    total = sums[:, 1:]
+    share_of_row = 1 / xp.where(total > 0, total, 1)
+    return xp.where(total > 0, sums[:, :1] * share_of_row, nan), share_of_row
 
 
 def _factor(spec: TensorSpec, gradient: Array, weight: Any) -> float | Array:
@@ -331,10 +362,10 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
     library, wide = spec.library, spec.accumulation
     chosen = wide.new((1, local.shape[0]))[0]
     picked = library.astype(local[own.rows, own.columns], wide.dtype) if local.shape[1] else None
-    if own.inside is None or picked is None:
+    if own.missed is None or picked is None:
         chosen[...] = 0
     if picked is not None:
-        if own.inside is None:
+        if own.missed is None or own.inside is None:
             chosen[own.rows] = picked
         else:
             chosen[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)
@@ -349,7 +380,7 @@ def _summed(
     keep: Mapping[str, Any],
     axes: Iterable[str],
     of_rows: bool,
-    number: int | None = None,
+    number: float | None = None,
 ) -> Tensor:
     """Begin to sum the ranks' numbers over the axes that split the rows, and over further axes. The sum is 1 x 1.
 

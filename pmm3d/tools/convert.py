@@ -10,6 +10,7 @@ import typer
 
 from ..errors import DataError
 from ..io.conversion import INPUTS, TARGETS, Converted, convert
+from ..io.table import is_parquet
 from ..io.text import convert_text
 from ..text import counted, names_in_words
 from .output import bar, check_writable
@@ -21,19 +22,19 @@ MOST_NAMES = 8
 
 @one_process
 def table_command(
-    source: Annotated[Path, typer.Argument(help="A table of numbers as text (CSV), or a .npz file of arrays.")],
+    source: Annotated[Path, typer.Argument(help="A table (CSV, or .parquet), or a .npz file of arrays.")],
     target: Annotated[Path, typer.Argument(help="The HDF5 file to write.")],
     inputs: Annotated[
         str | None,
         typer.Option(
-            help="Columns of a CSV file that are inputs: names or indices, as in pressure,speed. Default: all columns "
+            help="Columns of a table that are inputs: names or indices, as in pressure,speed. Default: all columns "
             "that are neither targets nor the group. For a .npz file: name of the array of samples. Default: x."
         ),
     ] = None,
     targets: Annotated[
         str | None,
         typer.Option(
-            help="Columns of a CSV file that are targets: names or indices, as in 'heat flux,yield'. Default: the last "
+            help="Columns of a table that are targets: names or indices, as in 'heat flux,yield'. Default: the last "
             "column. For a .npz file: name of the array of targets. Default: y."
         ),
     ] = None,
@@ -55,21 +56,19 @@ def table_command(
     group_column: Annotated[
         str | None,
         typer.Option(
-            help="Column of a CSV file with the group of each row, such as a "
+            help="Column of a table with the group of each row, such as a "
             "patient. It becomes the data set groups, for the key "
             "data.groups."
         ),
     ] = None,
     categories: Annotated[
         str | None,
-        typer.Option(
-            help="Inputs of a CSV file that are texts, as in site,batch. Each text becomes a column of 0 and 1."
-        ),
+        typer.Option(help="Inputs of a table that are texts, as in site,batch. Each text becomes a column of 0 and 1."),
     ] = None,
     missing: Annotated[
         str,
         typer.Option(
-            help="Missing values of a CSV file (an empty cell, NA, NaN): refuse; drop: leave the line out; mean: a "
+            help="Missing values of a table (an empty cell, NA, NaN): refuse; drop: leave the row out; mean: a "
             "missing input becomes the mean of its column, and lines without a target are left out."
         ),
     ] = "refuse",
@@ -87,11 +86,11 @@ def table_command(
         str | None, typer.Option(help="Encoding of a CSV file, such as latin-1 or utf-16. Default: utf-8.")
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Type of the numbers of a CSV file: float32 or float64. Default: float32.")
+        str | None, typer.Option(help="Type of the numbers of a table: float32 or float64. Default: float32.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
 ) -> None:
-    """Convert samples from CSV or .npz to the HDF5 file that training reads.
+    """Convert samples from CSV, Parquet or .npz to the HDF5 file that training reads.
 
     The last line of the output shows the result: header, inputs, targets, classes. The samples must fit into memory.
     The file has a temporary name until it is complete. Only rank 0 converts.
@@ -102,6 +101,8 @@ def table_command(
 
     pmm3d convert lab.csv lab.h5 --categories site --missing mean
 
+    pmm3d convert lab.parquet lab.h5 --targets flux
+
     pmm3d convert iris.csv iris.h5 --classes     species as text become 0, 1, 2
 
     pmm3d convert new.csv new.h5 --no-targets     for pmm3d predict
@@ -109,6 +110,8 @@ def table_command(
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
     arrays = source.suffix.lower() == ".npz"
+    if is_parquet(source) and encoding is not None:
+        raise DataError(f"--encoding is for a CSV file, and {source} is a Parquet file: leave it out")
     if arrays and (
         given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype)) if value is not None]
     ):
@@ -135,7 +138,9 @@ def table_command(
             dtype="float32" if dtype is None else dtype,
             overwrite=overwrite,
         )
-    contents = _in_words(done, inputs if arrays and inputs else INPUTS, targets if arrays and targets else TARGETS)
+    contents = _in_words(
+        done, inputs if arrays and inputs else INPUTS, targets if arrays and targets else TARGETS, is_parquet(source)
+    )
     sampled = done.columns is None and not arrays
     say(f"wrote {target}: {contents}{'; no header: the first line is a sample' if sampled else ''}")
 
@@ -186,7 +191,7 @@ def _columns(text: str | None) -> list[str] | None:
     return None if text is None else _listed(text) if text else []
 
 
-def _in_words(done: Converted, inputs: str, targets: str) -> str:
+def _in_words(done: Converted, inputs: str, targets: str, parquet: bool) -> str:
     """Return shapes, columns, classes and header in words."""
     words = [f"{inputs} {' x '.join(map(str, done.inputs))}{_of(done.columns)}"]
     if done.targets is None:
@@ -197,9 +202,9 @@ def _in_words(done: Converted, inputs: str, targets: str) -> str:
         sizes = [f"{name} ({count})" for name, count in done.classes.items()]
         words.append(f"{counted(len(sizes), 'class')}: {names_in_words(sizes, MOST_NAMES)}")
     if done.columns is not None:
-        words.append("the first line is a header")
+        words += [] if parquet else ["the first line is a header"]
     if done.dropped:
-        words.append(f"{counted(done.dropped, 'line')} with missing values left out")
+        words.append(f"{counted(done.dropped, 'row' if parquet else 'line')} with missing values left out")
     if done.filled:
         words.append(f"{counted(done.filled, 'missing value')} replaced by the mean of the column")
     if done.columns and "" in done.columns:

@@ -20,7 +20,7 @@ from .output import bar, check_writable
 from .ranks import Accept, all_ranks, on_first, size
 from .terminal import say
 
-CONVERTED = (".csv", ".tsv", ".txt", ".npz")
+CONVERTED = (".csv", ".tsv", ".txt", ".parquet", ".npz")
 LINES_AT_ONCE = 2**14
 
 
@@ -31,7 +31,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it 
 def predict_command(
     run: Run,
     file: Annotated[
-        Path, typer.Argument(help="File of the samples: HDF5, .npz, .csv, .tsv or .txt. It may contain targets.")
+        Path,
+        typer.Argument(help="File of the samples: HDF5, .npz, .parquet, .csv, .tsv or .txt. It may contain targets."),
     ],
     out: Annotated[Path, typer.Option(help="File to write: .h5 (HDF5) or .csv.")],
     inputs: Annotated[
@@ -97,7 +98,9 @@ def predict_command(
 
 def evaluate_command(
     run: Run,
-    file: Annotated[Path, typer.Argument(help="File of samples and their targets: HDF5, .npz, .csv, .tsv or .txt.")],
+    file: Annotated[
+        Path, typer.Argument(help="File of samples and their targets: HDF5, .npz, .parquet, .csv, .tsv or .txt.")
+    ],
     inputs: Annotated[
         str | None,
         typer.Option(

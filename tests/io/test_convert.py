@@ -63,6 +63,47 @@ def test_targets_and_inputs_are_named_by_their_columns(table, target):
     assert written(target)["x"].tolist() == [[3, 1], [7, 5]] and done.columns == ["batch", "u"]
 
 
+def test_a_parquet_file_is_a_table_with_types(tmp_path, target):
+    """The same data sets as from a CSV file. Row numbers of pandas are no input; messages count rows from 0."""
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    random, (source, other) = np.random.default_rng(0), (tmp_path / name for name in ("a.parquet", "b.parquet"))
+    columns = {
+        "pressure": [None, *random.standard_normal(39)],
+        "open": [row % 3 == 0 for row in range(40)],
+        "site": [["north", "south"][row % 2] for row in range(40)],
+        "__index_level_0__": list(range(40)),
+        "heat flux": random.standard_normal(40).astype("float32"),
+    }
+    parquet.write_table(pyarrow.table(columns), source, row_group_size=7)
+    names = [name for name in columns if not name.startswith("__")]
+    rows = zip(*(["" if cell is None else cell for cell in columns[name]] for name in names))
+    text = tmp_path / "a.csv"
+    text.write_text(
+        "\n".join(",".join(map(str, row)) for row in [names, *rows]).replace("True", "1").replace("False", "0")
+    )
+    found, options = [], {"targets": "heat flux", "categories": "site", "missing": "mean"}
+    for path in (source, text):
+        done = convert(path, target, **options, overwrite=True)
+        with h5py.File(target) as file:
+            known = json.loads(file["x"].attrs["pmm3d_table"])
+        found.append((done, known, written(target)))
+    (one, like, arrays), (two, also, right) = found
+    assert one == two and like == also and one.columns == ["pressure", "open", "site=north", "site=south"]
+    assert all(np.array_equal(arrays[name], right[name]) for name in ("x", "y"))
+    parquet.write_table(pyarrow.table({"site": ["south"], "open": [True], "pressure": [None]}), other)
+    convert_like(other, target, like, targets=False)
+    assert np.allclose(written(target)["x"], [[like["means"][0], 1, 0, 1]])
+    for path, changes, said in (
+        (source, {"missing": "refuse"}, "a.parquet, row 0, column pressure: the value is missing"),
+        (source, {"categories": None}, "a.parquet, row 0, column site: 'north' is not a number"),
+        (source, {"delimiter": ","}, "leave out these options"),
+        (source, {"targets": "open,x"}, "no column 'open,x'"),
+        (text.rename(tmp_path / "text.parquet"), {}, "text.parquet cannot be read as Parquet"),
+    ):
+        with given(said=said), pytest.raises(DataError, match=said):
+            convert(path, tmp_path / "none.h5", **options | changes)
+
+
 COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])]
 
 

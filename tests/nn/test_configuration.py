@@ -76,6 +76,12 @@ NONSENSE = [
     ({"training": {"epochs": "3"}}, "training.epochs = '3': needed is a whole number"),
     ({"training": {"epochs": HUGE}}, "training.epochs"),
     ({"training": {"steps": 0}}, "training.steps = 0"),
+    ({"training": {"class_weights": [1, -1]}}, "training.class_weights"),
+    ({"training": {"class_weights": "even"}}, "class_weights = 'even': needed is \"balanced\", or a list of numbers"),
+    (
+        {"network": {"kind": "gpt"}, "data": FILE | {"sequence": 8}, "training": {"class_weights": "balanced"}},
+        "training.class_weights is for labels, not for tokens",
+    ),
     ({"training": {"folder": ""}}, "training.folder = '': the path is empty"),
     ({"schedule": {"kind": "step", "factor": float("nan")}}, "schedule.factor"),
     ({"grid": {"shape": "best"}}, "grid.shape = 'best': needed is three numbers, such as \"2x2x1\""),
@@ -299,6 +305,18 @@ def test_targets_that_do_not_fit_are_refused(write, warned):
 def test_integers_are_taken_as_asked(write, warned):
     assert warned({"file": write("ages", np.arange(60) * 7 % 100)}, loss="mse") == "" and warned.loss == "mse"
     assert warned({"file": write("columns", np.ones((60, 2), "int64"))}, loss="mae") == ""
+
+
+@two
+def test_class_weights_that_do_not_fit_the_targets_are_refused(write, warned):
+    labels, values = write("labels", np.arange(60) % 3, KINDS), write("values", np.ones((60, 2)))
+    for file, weights, text in (
+        (labels, [1, 2], r"has 2 numbers, and .* has 3 classes \(cat, dog, owl\)"),
+        (labels, [0, 0, 0], "not all 0"),
+        (values, "balanced", "the loss is mse: leave it out"),
+    ):
+        with given(weights=weights), pytest.raises(Pmm3dError, match=text):
+            warned({"file": file}, class_weights=weights)
 
 
 @two

@@ -19,13 +19,19 @@ pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadlin
 
 ROWS, COLS = 11, 5
 LAYOUTS = [INPUT, Layout("data", ("y", "x")), Layout(), Layout((), ("z", "y", "x")), Layout(("x", "z"), "y")]
+WEIGHTS = {"weights": [2, 0.5, 0, 3, 1.25], "weights and ignored": [0.25, 3, 2, 1, 0.5], "no weight": [0, 0, 0, 0, 1]}
+"""Title -> weight of each class."""
 IGNORED = {"no row": -100, "most rows": -1, "a class": 2, "the first rows": -7, "all rows": 3}
 
 
 def labels_of(title):
     found = np.arange(ROWS) * 3 % COLS
     rows = {"most rows": slice(1, 9), "the first rows": slice(0, 8), "all rows": slice(None)}.get(title, slice(0))
-    found[rows] = IGNORED[title]
+    found[rows] = IGNORED.get(title, 0)
+    if title == "weights and ignored":
+        found[::3] = 2
+    elif title == "no weight":
+        found[1:] = 2
     return found[:, None]
 
 
@@ -43,11 +49,18 @@ def of_torch():
         losses[title] = partial(
             functions.cross_entropy, target=torch.from_numpy(labels_of(title)[:, 0]), ignore_index=ignored
         )
+    for title, weight in WEIGHTS.items():
+        losses[title] = partial(
+            functions.cross_entropy,
+            target=torch.from_numpy(labels_of(title)[:, 0]),
+            weight=torch.tensor(weight, dtype=torch.float64),
+            ignore_index=2 if "ignored" in title else -100,
+        )
     for (title, loss), reduction in product(losses.items(), ("mean", "sum")):
         x = torch.tensor(drawn((ROWS, COLS), 1), requires_grad=True)
         value = loss(x, reduction=reduction)
         value.backward()
-        found[title, reduction] = value.item(), x.grad.numpy()
+        found[title, reduction] = value.item(), np.nan_to_num(x.grad.numpy())
     return found
 
 
@@ -55,13 +68,14 @@ def loss_of(title, x, reduction, library=TESTED):
     if title in ("mse", "mae"):
         return getattr(nn, title)(x, spread(x.grid, drawn((ROWS, COLS), 2), batch_layout(None), library), reduction)
     labels = spread(x.grid, labels_of(title), batch_layout(None), library)
-    return nn.cross_entropy(x, labels, reduction, IGNORED[title])
+    ignored = IGNORED.get(title, 2 if "ignored" in title else None)
+    return nn.cross_entropy(x, labels, reduction, ignored, WEIGHTS.get(title))
 
 
 @pytest.mark.parametrize("library", [TESTED, "standin"])
 def test_values_and_gradients_are_those_of_torch(comm, library):
     """Also if a rank has no counted row, and if there is none at all: then a mean is NaN, and all gradients are
-    zero."""
+    zero. If all weights are 0, torch's gradients are NaN too."""
     expected = by_rank_0(comm, of_torch)
 
     def check(grid):
@@ -79,21 +93,31 @@ def test_values_and_gradients_are_those_of_torch(comm, library):
 
 
 @over_grids()
-@looped("title, ignored", [*IGNORED.items(), ("no row", None)])
-def test_sums_and_numbers_of_batches_are_the_mean_of_all_rows(grid, title, ignored):
-    """The number is an integer for the whole batch. If no label is ignored, it needs no message."""
+@looped(
+    "title, ignored, weight",
+    [
+        *((*each, None) for each in IGNORED.items()),
+        ("no row", None, None),
+        ("weights", None, WEIGHTS["weights"]),
+        ("most rows", -1, WEIGHTS["weights"]),
+    ],
+)
+def test_sums_and_numbers_of_batches_are_the_mean_of_all_rows(grid, title, ignored, weight):
+    """The number is an integer for the whole batch, or the sum of the weights. If no label is ignored, it needs no
+    message."""
     values, labels = drawn((ROWS, COLS), 1), labels_of(title)
     whole, total, count, gradients = nn.Tensor(spread(grid, values), requires_grad=True), 0, 0, []
-    mean = nn.cross_entropy(whole, spread(grid, labels, batch_layout(None)), ignore_index=ignored)
+    mean = nn.cross_entropy(whole, spread(grid, labels, batch_layout(None)), ignore_index=ignored, weight=weight)
     mean.backward()
     for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, ROWS)):
         x = nn.Tensor(spread(grid, values[rows]), requires_grad=True)
-        own, number = nn.cross_entropy(x, spread(grid, labels[rows], batch_layout(None)), "sum_count", ignored)
+        own, number = nn.cross_entropy(x, spread(grid, labels[rows], batch_layout(None)), "sum_count", ignored, weight)
         own.backward()
-        assert isinstance(number, int) and number == np.count_nonzero(labels[rows] != ignored)
+        counted = labels[rows][labels[rows] != ignored]
+        assert number == (len(counted) if weight is None else np.take(weight, counted).sum())
+        assert isinstance(number, int) == (weight is None)
         total, count = total + own.item(), count + number
         gradients.append(to_numpy(x.grad.gather()))
-    assert count == np.count_nonzero(labels != ignored)
     assert total == 0 if count == 0 else total / count == pytest.approx(mean.item(), rel=1e-13)
     assert np.allclose(np.concatenate(gradients), count * to_numpy(whole.grad.gather()), rtol=1e-13, atol=1e-15)
 
@@ -136,6 +160,10 @@ def test_what_is_refused(comm, fails):
             (lambda: nn.cross_entropy(x, y, "none", -1), 'cross_entropy: reduction .* "sum_count"; got'),
             (lambda: nn.cross_entropy(x, y, ignore_index=-100), "row 1 .* label -1; .* 0 to 4, or -100"),
             (lambda: nn.cross_entropy(x, y), "row 1 .* label -1; .* 0 to 4$"),
+            *(
+                (partial(nn.cross_entropy, x, y, weight=weight), "one number for each of the 5 classes, at least 0")
+                for weight in ([1, 2], [1, 1, 1, 1, -1], [0] * 5, [1, 1, 1, 1, np.inf])
+            ),
         ):
             fails(Pmm3dError, text, call)
 

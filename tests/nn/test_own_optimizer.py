@@ -24,7 +24,7 @@ from pmm3d.nn.training.dry_step import DrySteps, Step
 from pmm3d.nn.training.scaled_step import ScaledStep
 
 pytestmark = pytest.mark.deadline(240)
-PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+PAGE = Path(__file__).parents[2] / "docs" / "networks.md"
 LION, FACTORED = re.findall(r"^```python\n((?:# lion.py|class Factored).*?)^```$", PAGE.read_text(), re.M | re.S)
 
 

@@ -115,6 +115,7 @@ def mean_of_sum(out, y):
 LOSSES = {
     "a partial": partial(nn.cross_entropy, ignore_index=-1),
     "a function": ignoring,
+    "weights": partial(nn.cross_entropy, weight=[0.5, 3, 1, 0, 2], ignore_index=-1),
     "a part": lambda out, y: 0.5 * ignoring(out, y) + 0.1 * nn.mean(nn.mean(out * out, 1), 0),
     "two means": lambda out, y: ignoring(out, y) + 2 * ignoring(out * 0.5, y),
     "a sum": partial(ignoring, reduction="sum"),
@@ -131,7 +132,7 @@ def test_a_step_is_the_same_with_any_micro_batches(grid, title):
     """Micro-batches without a counted label or without rows too. An evaluation is the same, or refused."""
     (x, y), loss = batch_of(CLASSES, 0, 30), LOSSES[title]
     y[3:17] = -1
-    found, evaluates = [], title in ("a partial", "a function", "a mean of squares")
+    found, evaluates = [], title in ("a partial", "a function", "weights", "a mean of squares")
     cuts = [slice(0, 7), slice(7, 17 if evaluates else 25), slice(17, 25), slice(25, 25), slice(25, 30)]
     for parts in ([slice(0, 30)], cuts if evaluates else [*cuts[:2], cuts[-1]]):
         net, batches = network_of(grid, CLASSES), pieces(grid, x, y, parts)

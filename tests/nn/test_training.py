@@ -4,6 +4,7 @@ import re
 import signal
 import tomllib
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ from loops import given, looped
 from on_disk import on_rank_0
 from training_runs import fails, signal_at
 
-from pmm3d import Grid
+from pmm3d import Grid, nn
 from pmm3d.io import DataSet
 from pmm3d.io.lock import RunLock
 from pmm3d.nn import scores
-from pmm3d.nn.training import Trainer, TrainState
+from pmm3d.nn.training import Trainer, TrainState, evaluate
+from pmm3d.nn.training.build import trainer
+from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.signals import Signals
 
 pytestmark = pytest.mark.deadline(240)
@@ -210,6 +213,30 @@ if mpi4py.MPI.COMM_WORLD.rank == 1:
     assert re.search(r"predicted to take [0-9.]+ GiB on a rank; .* 512 MiB free", done.stderr), done.stderr
     told = r"OutOfMemoryError: .*rank 1 .* out of memory: .*Predicted for a rank: .*12-8000-8000-8000-3 .*[0-9.]+ GiB"
     assert re.search(told, done.stderr), done.stderr
+
+
+@two
+def test_balanced_weights_of_the_classes_are_those_of_sklearn_for_the_rows_to_train_on(here):
+    """They are those of the loss in validations and in `pmm3d evaluate`. The accuracy is not weighed."""
+    from sklearn.utils.class_weight import compute_class_weight
+
+    options = {"training": "epochs = 2\nclass_weights = 'balanced'", "grid": "micro_batches = 2"}
+    config = checked(tomllib.loads(Path(here.config(**options)).read_text()))
+    with trainer(config, here.comm) as run:
+        labels = np.concatenate([np.asarray(y.gather())[:, 0] for _, y in run.loader.whole_epoch()])
+        weights = run.settings["samples"]["class_weights"]
+        assert run.run() and run.figures.keys() == {"loss", "accuracy"}
+        plain = evaluate(run.state.network, run.validation, nn.cross_entropy)
+    assert weights == pytest.approx(compute_class_weight("balanced", classes=np.arange(3), y=labels), rel=1e-12)
+    assert run.figures["accuracy"] == plain["accuracy"] and run.figures["loss"] != pytest.approx(
+        plain["loss"], rel=1e-3
+    )
+    whole = f"validation_file = '{here.folder}/data.h5'"
+    fitted = here.finish(here.config("given", data=whole, training="epochs = 2\nclass_weights = [0.2, 5, 1]"))
+    assert "Weights of the classes are 0.2 to 5" in fitted.stdout + fitted.stderr
+    [*_, last] = [line["validation"] for line in here.metrics("given") if "validation" in line]
+    done = here.run("evaluate", f"{here.folder}/given", f"{here.folder}/data.h5")
+    assert f"loss {last['loss']:.4g} (" in done.stdout, done.stdout + done.stderr
 
 
 SETTINGS = {

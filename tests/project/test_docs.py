@@ -115,19 +115,19 @@ def test_the_page_of_every_key_is_what_the_configuration_says(monkeypatch):
 
 
 @pytest.mark.parallel([8])
-def test_the_loop_of_training_runs(comm, shared_path):
+def test_the_loop_of_the_page_on_networks_runs(comm, shared_path):
     if comm.rank == 0:
         with h5py.File(shared_path / "digits.h5", "w") as file:
             file["x"] = np.random.default_rng(1).random((600, 64), np.float32)
             file["y"] = np.arange(600) % 10
     comm.barrier()
-    text = programs("docs/training.md")[0].replace('"digits.h5"', repr(str(shared_path / "digits.h5")))
+    text = programs("docs/networks.md")[0].replace('"digits.h5"', repr(str(shared_path / "digits.h5")))
     assert printed(comm, text + "    print('loss', loss.item() < 3, opt.steps)\n").endswith("loss True 3\n")
 
 
 @pytest.mark.parallel([2])
 def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(comm, shared_path):
-    _, optimizer, loss, model = programs("docs/training.md")
+    (_, optimizer, loss), [model] = programs("docs/networks.md"), programs("docs/training.md")
     if comm.rank == 0:
         (shared_path / "own.py").write_text(loss)
         (shared_path / "model.py").write_text(model)
@@ -148,7 +148,7 @@ def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(co
 
 @four
 def test_the_operation_of_ones_own_has_the_right_gradient(comm):
-    [rule] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "def rule" in text]
+    [rule] = [text for text in PROGRAM.findall((DOCS / "networks.md").read_text()) if "def rule" in text]
     said = printed(
         comm,
         f"""
@@ -171,8 +171,8 @@ with Grid(comm, (2, 1, 2)) as grid:
 
 
 @four
-def test_the_heads_of_the_page_on_training_learn(comm):
-    [heads] = [text for text in PROGRAM.findall((DOCS / "training.md").read_text()) if "class Heads" in text]
+def test_the_heads_of_the_page_on_networks_learn(comm):
+    [heads] = [text for text in PROGRAM.findall((DOCS / "networks.md").read_text()) if "class Heads" in text]
     said = printed(
         comm,
         f"""

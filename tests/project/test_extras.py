@@ -16,6 +16,7 @@ EXTRAS = (
     "array_api_compat",
     "jinja2",
     "matplotlib",
+    "pyarrow",
     "tokenizers",
     "torch",
 )
@@ -49,6 +50,13 @@ MISSING = [
     ("from pmm3d.io import DataSet", "data sets: ", "h5py", "io"),
     ("from pmm3d.io import Checkpoints", "checkpoints: ", "h5py", "io"),
     ("from pmm3d.io import convert; convert('none.csv', 'none.h5')", "HDF5 files: ", "h5py", "io"),
+    (
+        "from pathlib import Path; from pmm3d.io import table\n"
+        "with table.opened(Path('a.parquet'), '', None) as rows: [*rows]",
+        "Parquet files: ",
+        "pyarrow",
+        "parquet",
+    ),
     ("from pmm3d.io import Tokenizer; Tokenizer('{}').vocabulary", "a tokenizer: ", "tokenizers", "text"),
     (
         "from pmm3d.io import import_safetensors; import_safetensors(pmm3d.Grid(), 'none', {})",

@@ -28,12 +28,19 @@ def follow_on_ranks(comm, page, folder, monkeypatch, exact: bool = False) -> Non
     Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks. Compare what rank
     0 prints."""
 
+
+    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks. `NAME=value` before
+    a command sets a variable."""
+
     monkeypatch.chdir(folder)
     monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
 
     def run(command: str) -> str:
         comm.barrier()
         launched = "pmm3d.launcher" in command
+        while found := re.match(r"([A-Z]+)=(\S+) ", command):
+            monkeypatch.setenv(*found.groups())
+            command = command[found.end() :]
         words = shlex.split(re.sub(r".*pmm3d\.launcher -n \d+ |^python ", "", command).removeprefix("-m "))
         if words[0] == "pmm3d":
             done = run_here(comm, *words[1:])
@@ -41,12 +48,15 @@ def follow_on_ranks(comm, page, folder, monkeypatch, exact: bool = False) -> Non
             return done.stdout + done.stderr
         if launched:
             return comm.bcast(printed(comm, Path(words[0]).read_text()))
+
+
+            monkeypatch.setattr(sys, "argv", words)
+            return "".join(comm.allgather(printed(comm, Path(words[0]).read_text())))
         said = ""
         if comm.rank == 0:
             done = subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True)
             said = done.stdout + done.stderr
-        comm.barrier()
-        return said
+        return comm.bcast(said)
 
     follow(page, folder, run, exact)
     comm.barrier()
@@ -226,3 +236,27 @@ def test_matrices_from_and_to_other_libraries(comm, shared_path, monkeypatch):
             for part, module in contents.items():
                 monkeypatch.setitem(sys.modules, f"{name}.{part}", module)
     follow_on_ranks(comm, steps("howto/other-libraries"), shared_path, monkeypatch, exact=True)
+
+
+@pytest.mark.parallel([4])
+@pytest.mark.deadline(240)
+def test_a_moved_torch_script_has_the_weights_of_the_plain_one(comm, shared_path, monkeypatch):
+    import torch
+
+    follow_on_ranks(comm, steps("howto/move-a-torch-script"), shared_path, monkeypatch)
+    plain, moved = (torch.load(shared_path / f"{name}.pt") for name in ("plain", "moved"))
+    assert len(plain) == 6 and all(torch.allclose(plain[name], moved[name], rtol=0, atol=1e-4) for name in plain)
+    comm.barrier()
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.deadline(240)
+def test_a_reproduced_run_has_the_same_bits(comm, shared_path, monkeypatch):
+    """Also after a resume from an earlier checkpoint. The weights are compared by the program of the page."""
+    page = steps("howto/reproduce-a-run")
+    follow_on_ranks(comm, page, shared_path, monkeypatch)
+    [compare] = [step.text for step in page if step.name == "compare.py"]
+    assert printed(comm, f"import sys\nsys.argv[1:] = 'once', 'again'\n{compare}").endswith(
+        "6 of 6 parameters have equal bits\n"
+    )
+    comm.barrier()

@@ -25,11 +25,12 @@ from ..transformer import token_layout
 from .auto_grid import Choice, chosen_grid
 from .config import Config
 from .dry_step import DrySteps
+from .evaluation import loss_named
 from .log import RunLog, logger
 from .loop import Trainer
 from .network import Own, described, layer_sizes, make_network, make_optimizer, make_schedule
 from .recipe import Recipe
-from .samples import SAMPLES, Samples, SampleSizes, loss_of, opened, samples_of, scaling_of
+from .samples import SAMPLES, Samples, SampleSizes, class_weights_of, loss_of, opened, samples_of, scaling_of
 from .sections import AUTO, GridSection
 from .signals import Signals
 from .state import TrainState
@@ -67,7 +68,7 @@ def trainer(
                     "float16 arrays of numpy are slow: they are widened to float32 for each product. "
                     'network.library = "torch" is faster, and has bfloat16'
                 )
-            samples = samples_of(data, loss)
+            samples = samples_of(data, loss, class_weights_of(config, data, rows))
             found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
             with grid.collective_call("training"):
                 sizes = layer_sizes(config, found.features, found.outputs)
@@ -165,12 +166,12 @@ def _trainer(
     samples: Samples,
     auto: Choice | None,
 ) -> Trainer:
-    section, grid = config.training, network.parent_grid
+    section, grid, of_user, weights = config.training, network.parent_grid, own.functions.loss, samples.class_weights
     optimizer = make_optimizer(config, network, own)
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
     recipe = Recipe(
-        own.functions.loss if ":" in loss else loss,
+        of_user if ":" in loss else loss if weights is None else loss_named(loss, weights),
         epochs,
         steps=section.steps,
         clip=config.optimizer.clip,

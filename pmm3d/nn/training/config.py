@@ -100,6 +100,10 @@ class Config(Section):
             ),
             (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
             (
+                length and self.training.class_weights is not None,
+                "training.class_weights is for labels, not for tokens (data.sequence): leave it out",
+            ),
+            (
                 length and loss in ("mse", "mae"),
                 f'training.loss = "{loss}": the loss of tokens is cross_entropy; leave it out',
             ),

@@ -157,8 +157,9 @@ class DrySteps:
             x, y = (facts.on(stage) for facts in batch)
             if config.data.sequence is not None:
                 x.labels_below = y.labels_below = samples.outputs
-            loss = self._own.functions.loss if ":" in self.loss else self.loss
-            train_step(network, optimizer, loss_named(loss), [(x, y)] * count, config.optimizer.clip, scale=scale)
+            weights = None if config.training.class_weights is None else [1.0] * samples.outputs
+            loss = loss_named(self._own.functions.loss if ":" in self.loss else self.loss, weights)
+            train_step(network, optimizer, loss, [(x, y)] * count, config.optimizer.clip, scale=scale)
             finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
         received = sum(action.received for action in run.actions if action.what == "begin")

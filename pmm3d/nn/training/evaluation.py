@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import nan
 from typing import Any
 
@@ -30,8 +31,13 @@ MOST_NAMED = 8
 LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
 
 
-def loss_named(loss: str | Loss) -> Loss:
-    """Return the loss of that name, or the given function. Raises Pmm3dError for anything else."""
+def loss_named(loss: str | Loss, class_weights: Sequence[float] | None = None) -> Loss:
+    """Return the loss of that name, or the given function. Raises Pmm3dError for anything else.
+
+    class_weights: weight of each class for "cross_entropy"; None: 1.
+    """
+    if class_weights is not None:
+        return partial(LOSSES["cross_entropy"], weight=tuple(class_weights))
     function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(function, str) or not callable(function):
         raise Pmm3dError(f"the loss must be {', '.join(LOSSES)} or a function; got {loss!r}")
@@ -62,10 +68,11 @@ class Evaluation:
 
     def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None, targets: Sequence[str] = ()):
         self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
-        self._classes, self._vectors = loss is losses.cross_entropy, loss in (losses.mse, losses.mae)
+        plain = loss.func if isinstance(loss, partial) and {*loss.keywords} == {"weight"} else loss
+        self._classes, self._vectors = plain is losses.cross_entropy, loss in (losses.mse, losses.mae)
         if taken := sorted({"loss", "accuracy", "r2", *(f"r2 of {name}" for name in targets)} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
-        self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0, False
+        self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0.0, False
         self.score, self._targets = scores.R2(), targets if 1 < len(targets) <= MOST_NAMED else ()
         self._means = dict.fromkeys(self._metrics, 0.0)
 

@@ -64,6 +64,10 @@ LossName = Annotated[
     Literal["auto", "cross_entropy", "mse", "mae"] | Function,
     _in_words('"auto", "cross_entropy", "mse", "mae", or a Python file and a function in it, such as "loss.py:huber"'),
 ]
+ClassWeights = Annotated[
+    list[Annotated[float, Field(ge=0)]] | Literal["balanced"],
+    _in_words('"balanced", or a list of numbers of at least 0'),
+]
 Hidden = Annotated[
     list[Width] | Width, _in_words("a list of whole numbers of at least 1; for a transformer, one such number")
 ]

@@ -134,12 +134,14 @@ def _targets(run: Trainer, config: Config) -> str:
             f"{samples['loss']}{scaled}"
         )
     classes = f"targets {config.data.targets!r}: labels of {counted(samples['outputs'], 'class')}"
+    weights = samples["class_weights"]
+    weighed = f". Weights of the classes are {min(weights):.3g} to {max(weights):.3g}" if weights else ""
     if samples["class_names"]:
         scaled = ". Samples are standardised" if run.loader.scaling else ""
-        return f"{classes} ({names_in_words(samples['class_names'])}){scaled}"
+        return f"{classes} ({names_in_words(samples['class_names'])}){scaled}{weighed}"
     return classes + (
-        ""
-        if config.training.loss != "auto" or config.data.classes
+        weighed
+        if config.training.loss != "auto" or config.data.classes or weighed
         else ', because they are integers; if they are values, set training.loss = "mse"'
     )
 

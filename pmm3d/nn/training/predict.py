@@ -159,7 +159,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
             part = -(-section.batch_size // known.config.grid.micro_batches)
             loader = data.loader(asked.batch_size or part, shuffle=False)
             loader.standardize(known.scaling)
-            evaluation = Evaluation(made, loss_named(functions.loss), functions.metrics)
+            evaluation = Evaluation(made, loss_named(functions.loss, samples.class_weights), functions.metrics)
             with made.evaluating(), unchanged(made.grid):
                 evaluation.add(loader.whole_epoch())
             figures, columns = evaluation.figures(), list[tuple[str, float, float]]()
@@ -194,7 +194,7 @@ def _is_npz(file: Path) -> bool:
 
 
 def _convert(file: Path, target: Path, inputs: str | None, targets: str | None, samples: Samples) -> None:
-    """Write the samples of a CSV or .npz file to HDF5. Raises DataError."""
+    """Write the samples of a table or .npz file to HDF5. Raises DataError."""
     if not file.exists():
         raise DataError(f"there is no file {file}")
     if inputs is not None and not _is_npz(file):

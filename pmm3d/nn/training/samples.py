@@ -14,7 +14,7 @@ from ...io import DataSet, TokenDataSet
 from ...io.checkpoint import Checkpoint
 from ...io.scaling import Scaling, magnitudes
 from ...io.split import RowSet
-from ...text import names_in_words
+from ...text import counted, names_in_words
 from ..facts import Facts, compare, facts_in
 from .config import Config, checked
 from .fields import Count, Section
@@ -44,7 +44,7 @@ class SampleSizes(NamedTuple):
 
 class Samples(Section):
     """Properties of the samples in a checkpoint: columns of input and output, the loss, names of classes or of the
-    targets' columns, and the table from which they were converted."""
+    targets' columns, the table from which they were converted, and the weights of the classes in the loss."""
 
     features: Count
     outputs: Count
@@ -52,6 +52,7 @@ class Samples(Section):
     class_names: list[str] | None = None
     target_names: list[str] | None = None
     table: dict[str, Any] | None = None
+    class_weights: list[float] | None = None
 
 
 class Recalled(NamedTuple):
@@ -63,7 +64,7 @@ class Recalled(NamedTuple):
     scaling: Scaling | None = None
 
 
-def samples_of(data: Data, loss: str) -> Samples:
+def samples_of(data: Data, loss: str, class_weights: list[float] | None = None) -> Samples:
     if isinstance(data, TokenDataSet):
         return Samples(features=data.features, outputs=data.vocabulary, loss=loss)
     return Samples(
@@ -73,7 +74,29 @@ def samples_of(data: Data, loss: str) -> Samples:
         class_names=data.class_names,
         target_names=data.target_names,
         table=data.table,
+        class_weights=class_weights,
     )
+
+
+def class_weights_of(config: Config, data: Data, rows: RowSet) -> list[float] | None:
+    """Return the weight of each class in the loss, or None. Collective. The mean weight of the rows to train on is 1 if
+    weights are balanced; a class without such a row then has the weight 1. Raises Pmm3dError for weights that do not
+    fit the data."""
+    wanted, found = config.training.class_weights, data.classes or 0
+    if wanted is None or isinstance(data, TokenDataSet):
+        return None
+    with data.grid.collective_call("training", always=True):
+        if wanted != "balanced" and (len(wanted) != found or not any(wanted)):
+            raise Pmm3dError(
+                f"training.class_weights has {counted(len(wanted), 'number')}, and {data.path} has "
+                f"{counted(found, 'class')} ({names_in_words(names_of(data))}): give one number for each class, not "
+                'all 0, or "balanced"'
+            )
+    if wanted != "balanced":
+        return list(wanted)
+    [counts] = data.class_counts(rows)
+    present = counts > 0
+    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1.0).tolist()
 
 
 def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
@@ -225,18 +248,20 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
 
 
 def loss_of(config: Config, classes: bool) -> str:
-    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them. A
-    function of the user fits all."""
+    """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them (a
+    function of the user fits all), and for class weights of another loss than cross_entropy."""
     loss = config.training.loss
-    if ":" in loss:
-        return loss
     if loss == "auto":
-        return "cross_entropy" if classes else "mse"
-    if (loss == "cross_entropy") != classes:
+        loss = "cross_entropy" if classes else "mse"
+    elif ":" not in loss and (loss == "cross_entropy") != classes:
         raise Pmm3dError(
             f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
             f"{'classes (integers)' if classes else 'vectors (floating point)'}: leave training.loss "
             "out, or name other targets (data.targets)"
+        )
+    if config.training.class_weights is not None and loss != "cross_entropy":
+        raise Pmm3dError(
+            f"training.class_weights is for labels and the loss cross_entropy; the loss is {loss}: leave it out"
         )
     return loss
 

@@ -12,6 +12,7 @@ from ..optim import KINDS, Optimizer, Option
 from .described import WIDEST
 from .fields import (
     LARGEST,
+    ClassWeights,
     Count,
     Cut,
     Function,
@@ -115,7 +116,7 @@ class DataSection(Section):
     standardize: bool | None = None
     """whether the columns of samples, and of targets that are values, are scaled to mean 0 and standard deviation 1 of
     the rows to train on. The scales are part of the network: `predict` returns the units of the targets. Left out: true
-    if `pmm3d convert` made the file from a table (CSV)"""
+    if `pmm3d convert` made the file from a table (CSV, Parquet)"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
 
@@ -325,6 +326,9 @@ class TrainingSection(Section):
     loss: LossName = "auto"
     """loss to minimize; auto: cross_entropy for classes, mse for values; or a function (output, y) of your own, which
     returns the mean over the rows"""
+    class_weights: ClassWeights | None = None
+    """weight of each class in the loss cross_entropy, in the order of the classes, also in validations; balanced: the
+    number of rows to train on, divided by the number of classes and by the number of rows of the class; left out: 1"""
     metrics: list[Function] = []
     """functions (output, y) of your own for validations. Each returns a number, or a 1 x 1 tensor, for a batch; its
     figure is the mean over the rows"""
