@@ -25,12 +25,8 @@ from pmm3d.tools.commands import app
 
 def follow_on_ranks(comm, page, folder, monkeypatch, exact: bool = False) -> None:
     """Follow a page on the ranks of `comm`, in `folder`: each command of pmm3d runs on all of them, each other
-    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks. Compare what rank
-    0 prints."""
-
-
-    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks. `NAME=value` before
-    a command sets a variable."""
+    Python program on rank 0, and each program after `pmm3d.launcher` in the processes of the ranks. Compare what
+    all ranks print, in their order. `NAME=value` before a command sets a variable."""
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(ranks, "task_rank", lambda environ: comm.rank)  # the launcher may have started further ranks
@@ -47,9 +43,6 @@ def follow_on_ranks(comm, page, folder, monkeypatch, exact: bool = False) -> Non
             assert done.returncode == 0, done.stderr
             return done.stdout + done.stderr
         if launched:
-            return comm.bcast(printed(comm, Path(words[0]).read_text()))
-
-
             monkeypatch.setattr(sys, "argv", words)
             return "".join(comm.allgather(printed(comm, Path(words[0]).read_text())))
         said = ""
