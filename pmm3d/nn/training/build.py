@@ -173,7 +173,7 @@ def _trainer(
         own.functions.loss if ":" in loss else loss,
         epochs,
         steps=section.steps,
-        clip=config.optimizer.clip,
+        clip=config.optimizer.clip or None,
         log_every=section.log_every,
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,

@@ -158,7 +158,8 @@ class DrySteps:
             if config.data.sequence is not None:
                 x.labels_below = y.labels_below = samples.outputs
             loss = self._own.functions.loss if ":" in self.loss else self.loss
-            train_step(network, optimizer, loss_named(loss), [(x, y)] * count, config.optimizer.clip, scale=scale)
+            clip = config.optimizer.clip or None
+            train_step(network, optimizer, loss_named(loss), [(x, y)] * count, clip, scale=scale)
             finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
         received = sum(action.received for action in run.actions if action.what == "begin")

@@ -20,8 +20,11 @@ from ..transformer import GPT, Llama, token_layout
 from .config import Config
 from .evaluation import number_of
 from .samples import Samples
-from .sections import NetworkSection, configured
+from .sections import AUTO, NetworkSection, configured
 from .user_file import UserFile
+
+LONGEST_WARM_UP = 100
+"""Largest number of steps of schedule.warm_up = "auto"."""
 
 
 class OwnNetwork:
@@ -291,6 +294,8 @@ def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
     """Return the schedule of a run with this number of steps."""
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
+    if options["warm_up"] == AUTO:
+        options["warm_up"] = min(LONGEST_WARM_UP, steps // 10)
     if name == "cosine":
         return optim.Cosine(optimizer, steps, **options)
     return optim.Step(optimizer, **options) if name == "step" else optim.Schedule(optimizer, **options)
