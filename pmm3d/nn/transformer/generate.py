@@ -70,11 +70,14 @@ def generate(
     Notes
     -----
     The first pass processes the prompt. Each further pass processes the last token of each sequence. Keys and values
-    are cached: 2 (tokens + length) x layers x kv_heads x size elements for each sequence of a rank. If a sequence is
-    longer than the P positions of the network, a further token depends on the last P tokens only. These tokens have new
-    positions then, so a pass processes all P of them, and the cache has P instead of tokens + length. A network without
-    positions, such as a Llama by default, has no such limit. Axes x and y split heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless they are kept (see
-    `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
+    are cached: 2 (tokens + length) x layers x kv_heads x size elements for each sequence of a rank.
+
+    If a sequence becomes longer than the P positions of the network, a new token depends on the last P tokens only.
+    These tokens then have other positions than before. So each pass processes P tokens of each sequence, and the cache
+    contains P tokens. A network without positions, such as a Llama by default, has no such limit.
+
+    Axes x and y split heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless
+    they are kept (see `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
 
     Sequences of equal length are processed together, one length after the other. There is no padding.
 
