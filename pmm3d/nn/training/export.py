@@ -113,7 +113,7 @@ def _export_tokenizer(grid: Grid, known: Recalled, folder: Path) -> str:
     with grid.collective_call("export: tokenizer", str(folder), always=True), file_errors(folder, "written"):
         if grid.rank == 0:
             text = f", without its tokenizer: {file} does not contain it now"
-            if (coder := _tokenizer(known)) is not None:
+            if (coder := tokenizer_of(known)) is not None:
                 replace_file(folder / "tokenizer.json", coder.for_package.encode())
                 replace_file(folder / "tokenizer_config.json", TOKENIZER_CONFIG.encode())
                 text = ", with its tokenizer"
@@ -128,7 +128,7 @@ TOKENIZER_CONFIG = """{
 """Contents of tokenizer_config.json: tokenizer.json contains the whole tokenizer."""
 
 
-def _tokenizer(known: Recalled) -> Tokenizer | None:
+def tokenizer_of(known: Recalled) -> Tokenizer | None:
     """Return the tokenizer of a run, or None if its data file does not contain it."""
     if known.facts.get("tokenizer") == Tokenizer().digest:
         return Tokenizer()
