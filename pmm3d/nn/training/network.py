@@ -248,9 +248,8 @@ def make_network(
             layouts.append(layers.output_layout)
             return layers
         given = section.model_dump(exclude=build, exclude_none=True)
-        if section.kind == "gpt":
-            return GPT(stage, **{"positions": config.data.sequence, **given, **options, "vocabulary": sizes[-1]})
-        return Llama(stage, **{**given, **options, "vocabulary": sizes[-1]})
+        kind = GPT if section.kind == "gpt" else Llama
+        return kind(stage, **{"positions": config.data.sequence, **given, **options, "vocabulary": sizes[-1]})
 
     return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 

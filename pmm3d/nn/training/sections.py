@@ -152,7 +152,7 @@ class NetworkSection(Section):
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
     positions: Width | None = of_tokens(None)
-    """longest sequence (if left out, gpt: data.sequence; llama: any)"""
+    """longest sequence: `pmm3d generate` looks at this number of last tokens (gpt, llama: data.sequence if left out)"""
     vocabulary: Width | None = of_tokens(None)
     """number of tokens of the embedding and of the outputs, at least that of the data: a published network can have
     further ones, which no text has (gpt, llama: the vocabulary of the data if left out)"""
