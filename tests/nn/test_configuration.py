@@ -17,8 +17,9 @@ from pmm3d.nn.training import build
 from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked
 from pmm3d.nn.training.described import as_toml, keys_of
-from pmm3d.nn.training.network import make_schedule
+from pmm3d.nn.training.network import make_network, make_schedule
 from pmm3d.nn.training.samples import recalled
+from pmm3d.nn.transformer.generate import longest_of
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -328,6 +329,14 @@ def test_a_warm_up_of_auto_is_a_tenth_of_the_run(steps, warm_up):
     with Grid.dry((1, 1, 1)) as grid:
         optimizer = optim.SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0)
         assert make_schedule(config, optimizer, steps).warm_up == warm_up
+
+
+@looped("kind, positions, longest", [("gpt", None, 8), ("llama", None, 8), ("llama", 64, 64)])
+def test_a_network_of_tokens_has_the_positions_of_its_sequences_unless_they_are_given(kind, positions, longest):
+    network = {"kind": kind, "layers": 1, "hidden": 8, "heads": 2, **({"positions": positions} if positions else {})}
+    config = checked({"data": FILE | {"sequence": 8}, "network": network})
+    with Grid.dry((1, 1, 1)) as grid:
+        assert longest_of(make_network(config, grid, [1, 9], None)[0]) == longest
 
 
 @two
