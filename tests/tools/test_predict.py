@@ -165,6 +165,8 @@ def test_export_replaces_what_it_is_told_to_and_follows_no_link(pmm3d, trained, 
         (tmp_path / name).symlink_to("precious")
     assert pmm3d("export", "run", "run.safetensors", "--overwrite").returncode == 0
     assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "run.safetensors").is_symlink()
+    said(pmm3d("export", "run", "folder"), "cannot export to folder: the name of the file must end in .safetensors")
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.nightly
