@@ -80,6 +80,25 @@ class Tokenizer:
         return BYTES if self.json is None else max(self._made.get_vocab().values()) + 1
 
     @property
+    def for_package(self) -> str:
+        """JSON of the package tokenizers. Without a tokenizer, that of a tokenizer whose tokens are bytes."""
+        if self.json is not None:
+            return self.json
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that ByteLevel does not replace
+        others = (byte for byte in range(BYTES) if byte not in shown)
+        vocabulary = {chr(byte): byte for byte in shown} | {chr(BYTES + at): byte for at, byte in enumerate(others)}
+        return json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "pre_tokenizer": level,
+                "decoder": level,
+                "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+            }
+        )
+
+    @property
     def digest(self) -> str:
         """Digest of all settings that change tokens; "bytes" without a tokenizer.
 

@@ -110,7 +110,7 @@ def export_torch(
     ...     nn.exchange.export_torch(nn.Linear(grid, 3, 2), file.name)
     """
     path, own, config = Path(path), network.named_parameters(), _config(network)
-    names = next(iter(_published(network)), TORCH) if names is None else names
+    names = next(iter(published_names(network)), TORCH) if names is None else names
     table, folder = _own_tensors(network, names), path.suffix != ENDING and hasattr(whole_of(network), "names")
     with network.parent_grid.collective_call("export", str(path), always=True):
         if folder and names == TORCH:
@@ -141,7 +141,7 @@ def export_torch(
 def _config(network: Module) -> dict[str, Any]:
     """Contents of config.json; empty for a network without published names."""
     dtype = network.parameters()[0]._in_checkpoint.dtype
-    return next(({**names.config, "dtype": dtype} for names in _published(network).values()), {})
+    return next(({**names.config, "dtype": dtype} for names in published_names(network).values()), {})
 
 
 def import_torch(
@@ -189,7 +189,7 @@ def import_torch(
     there = {name: dtype for held in files.values() for name, dtype in held.items()}
     if names == "auto":
         of_torch = {*_names(network, TORCH).tensors} & {*there}
-        names = next((kind for kind in _published(network) if not of_torch), TORCH)
+        names = next((kind for kind in published_names(network) if not of_torch), TORCH)
     known, table = _names(network, names), _own_tensors(network, names)
     if known.prefix and not any(name.startswith(known.prefix) for name in there):
         table = {name.removeprefix(known.prefix): stored for name, stored in table.items()}
@@ -239,7 +239,9 @@ def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path,
             if not table:
                 found[single], metadata = contents_of(single)
                 known = facts_in(json_object(single, metadata.get(OWN, "{}")))
-            if _published(network) and ((single.parent / CONFIG).exists() or (single == path and CONFIG in metadata)):
+            if published_names(network) and (
+                (single.parent / CONFIG).exists() or (single == path and CONFIG in metadata)
+            ):
                 with suppress(*(CheckpointError,) if any_network else ()):
                     known |= whole_of(network).facts_in_config(path)
     return whole.comm.bcast((found, known))
@@ -270,14 +272,14 @@ def whole_of(network: Module) -> Any:
     return getattr(network, "dry", network)
 
 
-def _published(network: Module) -> Mapping[str, Names]:
+def published_names(network: Module) -> Mapping[str, Names]:
     """Published names of a network, if there are any."""
     return getattr(whole_of(network), "names", {})
 
 
 def _names(network: Module, names: str) -> Names:
     """Tensors with these names. Raises CheckpointError if the network lacks the names."""
-    known = _published(network)
+    known = published_names(network)
     if names == TORCH:
         return Names(
             {
@@ -291,7 +293,7 @@ def _names(network: Module, names: str) -> Names:
 
 
 def _has(network: Module) -> str:
-    return f"This {type(whole_of(network)).__name__} has the names {', '.join([TORCH, *_published(network)])}"
+    return f"This {type(whole_of(network)).__name__} has the names {', '.join([TORCH, *published_names(network)])}"
 
 
 def _own_tensors(network: Module, names: str) -> dict[str, Stored]:

@@ -169,8 +169,13 @@ def export_command(
     checkpoint: Annotated[
         Path, typer.Argument(help="Folder of a checkpoint, or of a run (its newest undamaged checkpoint).")
     ],
-    target: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+    target: Annotated[
+        Path, typer.Argument(help="The .safetensors file to write; or, for network.kind gpt and llama, a folder.")
+    ],
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace TARGET if it exists, or the files of the same names in a folder."),
+    ] = False,
     names: Annotated[
         str | None,
         typer.Option(
@@ -180,7 +185,7 @@ def export_command(
         ),
     ] = None,
 ) -> None:
-    """Write the weights of a checkpoint as a torch state dict.
+    """Write the weights of a checkpoint as a torch state dict, or as a folder of the transformers package.
 
     Names and shapes are those of the same layers in a torch.nn.Sequential without Dropout. Load the file with
     network.load_state_dict(safetensors.torch.load_file(TARGET)). If samples were standardised, the scales are part of
@@ -188,11 +193,16 @@ def export_command(
     gpt2 and llama are names and shapes of the transformers package. The metadata "pmm3d" of the file contains the
     configuration of the run. The file has a temporary name until it is complete.
 
+    If TARGET does not end in .safetensors, it is a folder for AutoModelForCausalLM.from_pretrained. It contains
+    model.safetensors, config.json, and the tokenizer of the run for AutoTokenizer.from_pretrained.
+
     [bold]Examples[/]
 
     pmm3d export runs/digits digits.safetensors
 
     pmm3d export runs/digits/checkpoints/step-00000300 d.safetensors --overwrite
+
+    pmm3d export runs/gpt gpt
 
     pmm3d export runs/gpt gpt.safetensors --names torch
     """
@@ -200,14 +210,13 @@ def export_command(
         from ..nn.training.export import check_target, export_checkpoint
 
         def first() -> None:
-            check_target(target, overwrite)
-            check_writable(target)
+            check_writable(check_target(target, overwrite))
 
         on_first(comm, first)
         with bar("export", comm.rank == 0):
-            path, units = export_checkpoint(comm, checkpoint, target, names)
+            path, about = export_checkpoint(comm, checkpoint, target, names)
         if comm.rank == 0:
-            say(f"wrote {target}, the weights of {path}{units}")
+            say(f"wrote {target}, the weights of {path}{about}")
 
 
 class _FirstIsDefault(TyperGroup):

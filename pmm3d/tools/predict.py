@@ -156,7 +156,9 @@ def evaluate_command(
 def generate_command(
     run: Run,
     prompt: Annotated[str, typer.Option(help="Text that the network continues.")],
-    length: Annotated[int, size(0, "Tokens to generate after the prompt.")] = 200,
+    length: Annotated[
+        int, size(0, "Tokens to generate after the prompt. It may exceed the positions of the network.")
+    ] = 200,
     temperature: Annotated[
         float,
         typer.Option(
@@ -178,8 +180,10 @@ def generate_command(
 ) -> None:
     """Continue a text by a trained network of tokens.
 
-    The network is made from the configuration in the checkpoint. The prompt and the generated text are printed. The
-    text is the same on any number of ranks, unless rounding changes the choice of a token. OUT has a temporary name
+    The network is made from the configuration in the checkpoint. The prompt and the generated text are printed. A token
+    depends on all earlier tokens. If these are more than network.positions, it depends on that number of last tokens,
+    and takes longer to generate. The text is the same on any number of ranks, unless rounding changes the choice of a
+    token. OUT has a temporary name
     until it is complete. With the run's number of ranks, the grid is that of the run.
 
     [bold]Examples[/]
@@ -211,6 +215,12 @@ def generate_command(
             say(
                 f"{counted(length, 'token')} by {done.checkpoint} on grid {done.grid}"
                 + (f", written to {out}" if out else "")
+                + (
+                    f". The text is longer than the {done.exceeded} positions of the network: later tokens depend on "
+                    f"the last {done.exceeded} tokens only"
+                    if done.exceeded
+                    else ""
+                )
             )
 
 

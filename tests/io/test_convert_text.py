@@ -78,6 +78,14 @@ def test_the_tokens_of_a_tokenizer(tmp_path, target, tokenizer):
     assert done == (5, 260, 7 + len(END) + 2) and about == {"vocabulary": 260, "bytes": done.bytes}
 
 
+def test_bytes_are_the_tokens_of_a_tokenizer_of_the_package(tokenizer):
+    text = "".join(map(chr, range(128))) + " 's  \n\n zwölf \N{SNOWMAN} \U0001f600"
+    made = Tokenizer(Tokenizer().for_package)
+    assert made.vocabulary == 256 and made.encode(text).tolist() == [*text.encode()]
+    assert made.decode(made.encode(text)) == text
+    assert Tokenizer.of(tokenizer).for_package == tokenizer.read_text()
+
+
 def test_tokenizers_differ_by_what_changes_tokens(tokenizer):
     known = json.loads(tokenizer.read_text())
     same = {**known, "truncation": {"max_length": 128}, "padding": {}, "decoder": None, "post_processor": None}

@@ -13,12 +13,15 @@ import pytest
 from loops import given, looped
 from training_runs import RunsHere, fails
 
-from pmm3d import CheckpointError, DataError, Pmm3dError
+from pmm3d import CheckpointError, DataError, Grid, Pmm3dError, nn
+from pmm3d.nn import optim
 from pmm3d.nn.training import build
 from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked, load
 from pmm3d.nn.training.described import as_toml, keys_of
+from pmm3d.nn.training.network import make_network, make_schedule
 from pmm3d.nn.training.samples import recalled
+from pmm3d.nn.transformer.generate import longest_of
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -60,6 +63,8 @@ NONSENSE = [
     ({"optimizer": {"lr": 0}}, "optimizer.lr = 0: needed is a number above 0"),
     ({"optimizer": {"weight_decay": float("inf")}}, "optimizer.weight_decay"),
     ({"optimizer": {"clip": float("inf")}}, "optimizer.clip"),
+    ({"optimizer": {"clip": -1.0}}, "optimizer.clip = -1.0: needed is a number of at least 0"),
+    ({"schedule": {"warm_up": "long"}}, "schedule.warm_up = 'long': needed is a whole number of at least 0, or"),
     ({"optimizer": {"betas": [0.9]}}, "optimizer.betas"),
     ({"optimizer": {"betas": [0.9, 1.0]}}, "optimizer.betas = [0.9, 1.0]: needed is a list"),
     ({"optimizer": {"eps": -1}}, "optimizer.eps = -1"),
@@ -331,6 +336,38 @@ def test_classes_of_the_validation_file_are_those_of_training_by_name(write, war
     ):
         said = warned({"file": file, "validation_file": write(name, np.arange(20) % classes, names)})
         assert text in said and bool(text) == bool(said)
+
+
+def test_tokens_have_defaults_of_their_own_and_a_given_key_wins():
+    """Clipping, warm-up and batch size, also for a network of ones own; as `--show` prints them."""
+    tokens = {"data": FILE | {"sequence": 8}, "network": {"kind": "gpt"}}
+    own = tokens | {"network": "net.py:build", "optimizer": "lion.py:Lion"}
+    values = lambda found: (found.optimizer.clip, found.schedule.warm_up, found.data.batch_size)
+    assert values(checked({"data": FILE})) == (None, 0, 256)
+    assert values(checked(tokens)) == values(checked(own)) == (1.0, "auto", 16)
+    off = tokens | {"optimizer": {"clip": 0}, "schedule": {"kind": "constant", "warm_up": 0}}
+    assert values(checked(off)) == (0, 0, 16) and checked(own).optimizer.build == "lion.py:Lion"
+    for each in (tokens, off):
+        shown = as_toml(checked(each))
+        assert checked(tomllib.loads(shown)) == checked(each)
+        shown = shown.replace("\n#", "")
+        assert "1.0 if left out" in shown and "a tenth of the steps of the run" in shown
+
+
+@looped("steps, warm_up", [(9, 0), (200, 20), (5000, 100)])
+def test_a_warm_up_of_auto_is_a_tenth_of_the_run(steps, warm_up):
+    config = checked({"data": FILE | {"sequence": 8}, "network": {"kind": "gpt"}})
+    with Grid.dry((1, 1, 1)) as grid:
+        optimizer = optim.SGD(nn.Linear(grid, 3, 2).parameters(), lr=1.0)
+        assert make_schedule(config, optimizer, steps).warm_up == warm_up
+
+
+@looped("kind, positions, longest", [("gpt", None, 8), ("llama", None, 8), ("llama", 64, 64)])
+def test_a_network_of_tokens_has_the_positions_of_its_sequences_unless_they_are_given(kind, positions, longest):
+    network = {"kind": kind, "layers": 1, "hidden": 8, "heads": 2, **({"positions": positions} if positions else {})}
+    config = checked({"data": FILE | {"sequence": 8}, "network": network})
+    with Grid.dry((1, 1, 1)) as grid:
+        assert longest_of(make_network(config, grid, [1, 9], None)[0]) == longest
 
 
 @two

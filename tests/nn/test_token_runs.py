@@ -138,6 +138,21 @@ def test_a_run_that_is_cut_short_goes_on_to_the_same_bits(here, comm):
     here.assert_same_weights("whole", "cut")
 
 
+def test_gradients_are_clipped_and_the_rate_warms_up_unless_a_key_is_zero(here, comm):
+    """The defaults give the bits of explicit keys. A resume of a run without them prints the changes."""
+    keys = "clip = {}\n[schedule]\nwarm_up = {}".format
+    found = {
+        name: trained(here, name, training="steps = 20", lr=lr)
+        for name, lr in (("left_out", 0.01), ("given", f"0.01\n{keys('1.0', 2)}"), ("off", f"0.01\n{keys(0, 0)}"))
+    }
+    assert found["left_out"] == found["given"] != found["off"]
+    rates = {name: [line["lr"] for line in here.metrics(name) if "lr" in line] for name in found}
+    assert rates["left_out"][:2] == [0.005, 0.01] and rates["off"][0] == 0.01
+    done = here.finish(config(here, "off", training="steps = 22"), "--resume", "auto")
+    for text in ("optimizer.clip was 0.0, is 1.0", "schedule.warm_up was 0, is 'auto'"):
+        assert f"resumed with a change: {text}. The new configuration applies" in done.stderr
+
+
 def test_another_length_or_number_of_heads_is_refused(here, comm):
     trained(here, training="steps = 1")
     path, text = here.folder / "run.toml", open(config(here, training="steps = 2")).read()

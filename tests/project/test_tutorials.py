@@ -252,4 +252,19 @@ def test_a_reproduced_run_has_the_same_bits(comm, shared_path, monkeypatch):
     assert printed(comm, f"import sys\nsys.argv[1:] = 'once', 'again'\n{compare}").endswith(
         "6 of 6 parameters have equal bits\n"
     )
+
+
+@pytest.mark.parallel([2])
+@pytest.mark.deadline(240)
+def test_the_how_to_on_a_gpt(comm, shared_path, monkeypatch):
+    """With a smaller network, fewer steps and a shorter text."""
+    page = []
+    for step in steps("howto/train-a-gpt"):
+        text = step.text
+        for long, short in (("500", "20"), ("250", "20"), ("hidden = 128", "hidden = 32"), ("length 300", "length 80")):
+            text = text.replace(long, short) if step.kind != "output" else text
+        page.append(step._replace(text=text))
+    follow_on_ranks(comm, page, shared_path, monkeypatch)
+    if comm.rank == 0:
+        assert {each.name for each in Path("gpt").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     comm.barrier()

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import shutil
+from types import SimpleNamespace
 from typing import get_args
 
 import h5py
@@ -12,9 +13,11 @@ import pytest
 import typer
 from safetensors import safe_open
 
-from pmm3d.io import Tokenizer
+from pmm3d.io import Tokenizer, convert_text
 from pmm3d.nn.facts import ACCEPTED
+from pmm3d.nn.training.export import tokenizer_of
 from pmm3d.nn.training.predict import text_after
+from pmm3d.nn.training.samples import Recalled
 from pmm3d.tools.ranks import Accept
 
 NAMES = ["cat", "dog", "eel"]
@@ -162,6 +165,8 @@ def test_export_replaces_what_it_is_told_to_and_follows_no_link(pmm3d, trained, 
         (tmp_path / name).symlink_to("precious")
     assert pmm3d("export", "run", "run.safetensors", "--overwrite").returncode == 0
     assert (tmp_path / "precious").read_text() == "mine" and not (tmp_path / "run.safetensors").is_symlink()
+    said(pmm3d("export", "run", "folder"), "cannot export to folder: the name of the file must end in .safetensors")
+    assert not (tmp_path / "folder").exists()
 
 
 @pytest.mark.nightly
@@ -367,6 +372,9 @@ steps = 6
 """
 
 
+FOLDER = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+
+
 def words_of(*words):
     """A tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -395,6 +403,24 @@ def test_the_text_after_a_prompt_has_its_blank():
     assert [text_after(Tokenizer(), tokens[:cut], tokens) for cut in (1, 2, 3, 5)] == ["é a", "é a", " a", ""]
 
 
+def test_the_tokenizer_of_an_export_is_that_of_the_facts_of_the_run(tmp_path):
+    """Not another one that the data file contains now."""
+    config = lambda name: SimpleNamespace(data=SimpleNamespace(file=tmp_path / name))
+    words_of("the", "cat").save(str(tmp_path / "words.json"))
+    (tmp_path / "cat.txt").write_text(TEXT)
+    convert_text([tmp_path / "cat.txt"], tmp_path / "words.h5", tokenizer=tmp_path / "words.json")
+    coder = Tokenizer.of(tmp_path / "words.h5")
+    for name, facts, expected in (
+        ("words.h5", {"tokenizer": coder.digest}, coder.json),
+        ("words.h5", {"tokenizer": "other"}, None),
+        ("words.h5", {}, None),
+        ("none.h5", {"tokenizer": coder.digest}, None),
+        ("none.h5", {"tokenizer": "bytes"}, Tokenizer().for_package),
+    ):
+        found = tokenizer_of(Recalled(config(name), None, facts))
+        assert (found and found.for_package) == expected
+
+
 def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     """The same text on one rank, and on two ranks with the grid of the run; greedy, and with a seed."""
 
@@ -421,7 +447,6 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     right("convert", "text", "cat.txt", "words.h5", "--tokenizer", "words.json")
     other = ("generate", "run", "--prompt", "the cat", "--length", "0", "--tokenizer", "words.h5")
     for words, text in (
-        (("generate", "run", "--prompt", "the cat", "--length", "40"), "7 tokens and 40 more exceed the"),
         (("generate", "run", "--prompt", ""), "the prompt has no tokens"),
         (("generate", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out"),
         (("generate", "run", "--prompt", "a", "--tokenizer", "none.h5"), "none.h5"),
@@ -431,6 +456,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     ):
         said(pmm3d(*words), text)
     right(*other, "--accept", "tokenizer")
+    assert "longer than the 40 positions" in generate("--length", "40")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
     generate("--length", "3")
     generate("--length", "3", "--tokenizer", "moved.h5")
@@ -439,6 +465,15 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
         assert file.get_tensor("transformer.h.1.attn.c_attn.weight").shape == (16, 48)
         assert json.loads(file.metadata()["config.json"])["n_positions"] == 40
         assert np.isfinite(file.get_tensor("transformer.wte.weight")).all()
+    assert "without its tokenizer" not in right("export", "run", "folder")
+    folder = tmp_path / "folder"
+    assert Tokenizer.of(folder / "tokenizer.json").encode(TEXT).tolist() == [*TEXT.encode()]
+    assert sorted(each.name for each in folder.iterdir()) == FOLDER
+    said(pmm3d("export", "run", "folder"), "the folder folder contains files; --overwrite replaces")
+    right("export", "run", "folder", "--overwrite")
+    said(
+        pmm3d("export", "run", "other", "--names", "torch"), "cannot export to the folder other with the names 'torch'"
+    )
     with h5py.File(tmp_path / "moved.h5", "r+") as file:  # with tokens that the tokenizer does not have
         file["tokens"].attrs["vocabulary"] = 3000
     (tmp_path / "wide.toml").write_text(RUN.replace("text.h5", "moved.h5").replace('"run"', '"wide"'))

@@ -2,6 +2,7 @@
 
 python published.py make FOLDER    writes each network, tokens, and its logits and generated tokens
 python published.py read FOLDER    reads networks that pmm3d wrote to FOLDER, and writes their logits
+python published.py text FOLDER    reads networks and tokenizers that pmm3d wrote to FOLDER, and continues prompt.txt
 """
 
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -74,8 +76,19 @@ def read(folder):
             np.save(folder / f"{path.name}.npy", logits(model, tokens))
 
 
+def text(folder):
+    prompt = (folder / "prompt.txt").read_text()
+    for path in folder.iterdir():
+        if path.is_dir():
+            model, coder = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+            given = coder(prompt, return_tensors="pt")
+            assert given.input_ids[0].tolist() == [*prompt.encode()]
+            made = model.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)
+            (folder / f"{path.name}.txt").write_text(coder.decode(made[0]))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"make": make, "read": read}[sys.argv[1]](Path(sys.argv[2]))
+    {"make": make, "read": read, "text": text}[sys.argv[1]](Path(sys.argv[2]))
     sys.stdout.flush()
     os._exit(0)  # threads of the package delay a normal exit, with some MPIs for minutes

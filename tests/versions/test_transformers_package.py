@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from loops import given
 from networks import spread
+from on_disk import on_rank_0
 from samples import to_numpy
 from torch_reference import by_rank_0
+from training_runs import run_here
 
 from pmm3d import Grid, nn
 from pmm3d.layout import Layout
@@ -78,3 +80,48 @@ def test_logits_and_generated_tokens_are_those_of_the_package(comm, shared_path)
         for number in range(len(GRIDS)):
             found = np.load(back / f"{name}.{number}.npy")
             assert np.abs(found - np.load(there / f"{name}.npy")).max() < 1e-5, (name, number)
+
+
+RUN = """
+data = {{file = "text.h5", sequence = 32, batch_size = 4}}
+network = {{kind = "{kind}", layers = 1, hidden = 32}}
+optimizer.lr = 0.02
+training = {{folder = "{kind}", steps = 80}}
+"""
+PROMPT = "zwölf cats 's "
+
+
+def test_the_folder_of_an_exported_run_continues_a_prompt(comm, shared_path, monkeypatch):
+    """By the network and the tokenizer in it, as `pmm3d generate` does."""
+    monkeypatch.chdir(shared_path)
+    folder, kinds = Path("published"), ("gpt", "llama")
+
+    def write():
+        folder.mkdir()
+        (folder / "prompt.txt").write_text(PROMPT)
+        Path("text.txt").write_text(f"{PROMPT}sat on a mat. " * 60)
+        for kind in kinds:
+            Path(f"{kind}.toml").write_text(RUN.format(kind=kind))
+
+    on_rank_0(comm, write)
+    commands = [("convert", "text", "text.txt", "text.h5")]
+    for kind in kinds:
+        generate = (
+            "generate",
+            kind,
+            "--prompt",
+            PROMPT,
+            "--length",
+            "12",
+            "--temperature",
+            "0",
+            "--out",
+            kind + ".txt",
+        )
+        commands += [("train", f"{kind}.toml"), ("export", kind, f"{folder}/{kind}"), generate]
+    for words in commands:
+        done = run_here(comm, *words)
+        assert done.returncode == 0, done.stderr
+    run(comm, "text", folder.absolute())
+    for kind in kinds:
+        assert (folder / f"{kind}.txt").read_text() == PROMPT + Path(f"{kind}.txt").read_text()

@@ -174,7 +174,7 @@ def _trainer(
         of_user if ":" in loss else loss if weights is None else loss_named(loss, weights),
         epochs,
         steps=section.steps,
-        clip=config.optimizer.clip,
+        clip=config.optimizer.clip or None,
         log_every=section.log_every,
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,

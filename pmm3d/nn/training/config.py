@@ -11,6 +11,7 @@ from ..precision import Precision
 from .described import explained
 from .fields import Section
 from .sections import (
+    OF_TOKENS,
     DataSection,
     GridSection,
     NetworkSection,
@@ -74,6 +75,19 @@ class Config(Section):
     @classmethod
     def _short(cls, section: Any) -> Any:
         return {"build": section} if isinstance(section, str) else section
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults_of_tokens(cls, values: Any) -> Any:
+        """Add the defaults of `OF_TOKENS` to the sections, which do not know the data."""
+        data = values.get("data") if isinstance(values, dict) else None
+        if not isinstance(data, dict) or data.get("sequence") is None:
+            return values
+        given = {name: cls._short(values.get(name, {})) for name in OF_TOKENS}
+        return values | {
+            name: defaults | given[name] if isinstance(given[name], dict) else given[name]
+            for name, defaults in OF_TOKENS.items()
+        }
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:

@@ -159,7 +159,7 @@ class DrySteps:
                 x.labels_below = y.labels_below = samples.outputs
             weights = None if config.training.class_weights is None else [1.0] * samples.outputs
             loss = loss_named(self._own.functions.loss if ":" in self.loss else self.loss, weights)
-            train_step(network, optimizer, loss, [(x, y)] * count, config.optimizer.clip, scale=scale)
+            train_step(network, optimizer, loss, [(x, y)] * count, config.optimizer.clip or None, scale=scale)
             finish_all(dry)
         flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
         received = sum(action.received for action in run.actions if action.what == "begin")

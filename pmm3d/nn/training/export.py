@@ -1,8 +1,9 @@
-"""Export of a run's checkpoint as a torch state dict."""
+"""Export of a run's checkpoint as a torch state dict, or as a folder of the transformers package."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,15 @@ import numpy as np
 from mpi4py import MPI
 
 from ...comm import Grid
-from ...errors import CheckpointError
+from ...errors import CheckpointError, DataError
 from ...io import Checkpoints, export_safetensors
 from ...io.checkpoint import Checkpoint
-from ...io.disk import check_replaceable
+from ...io.disk import check_replaceable, file_errors, replace_file
 from ...io.scaling import Scaling
+from ...io.text import Tokenizer
 from ...layout import Layout
 from ...product import DistMatrix
-from ..exchange import ENDING, OWN, TORCH, export_torch, torch_name
+from ..exchange import CONFIG, ENDING, OWN, TORCH, export_torch, torch_name
 from ..facts import FACTS, facts_in
 from ..from_checkpoint import fill, fill_weights, find_checkpoint
 from ..layers import Linear
@@ -28,11 +30,17 @@ from .network import network_of
 from .samples import SAMPLES, Recalled, recalled
 
 
-def check_target(target: Path, overwrite: bool) -> None:
-    """Raises CheckpointError unless the target is a .safetensors file that may be written."""
-    if target.suffix != ENDING:
+def check_target(target: Path, overwrite: bool) -> Path:
+    """Return a file that the export writes. Raises CheckpointError unless the target is a .safetensors file, or a
+    folder, that may be written."""
+    if target.is_dir() and target.suffix != ENDING:
+        if not overwrite and any(target.iterdir()):
+            raise CheckpointError(f"the folder {target} contains files; --overwrite replaces those of the same names")
+        return target / CONFIG
+    if target.suffix != ENDING and os.path.lexists(target):
         raise CheckpointError(f"cannot export to {target}: the name of the file must end in {ENDING}")
     check_replaceable(target, overwrite)
+    return target
 
 
 SCALED = "scaling"
@@ -42,9 +50,9 @@ SCALED = "scaling"
 def export_checkpoint(
     comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str | None = None
 ) -> tuple[Path, str]:
-    """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does. Return the
-    checkpoint, and a text about the units of samples that were standardised. Collective over comm. Raises
-    CheckpointError, on every rank."""
+    """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does. To a folder, also
+    write the tokenizer. Return the checkpoint, and a text about the units of samples that were standardised, or about
+    the tokenizer. Collective over comm. Raises CheckpointError, on every rank."""
     with Grid(comm, "fsdp") as grid:
         found, keeper = find_checkpoint(grid, checkpoint)
         try:
@@ -59,6 +67,11 @@ def export_checkpoint(
                     f"names {names!r}. Make the network in a program, load it with "
                     "nn.exchange.load_weights, and call its export"
                 )
+            if target.suffix != ENDING and (known is None or of_torch or not known.config.network.of_tokens):
+                raise CheckpointError(
+                    f"cannot export to {target}: the name of the file must end in {ENDING}. A folder for "
+                    "from_pretrained of the transformers package needs a run with network.kind gpt or llama"
+                )
         scaling = None if known is None else known.scaling
         if known is None or of_torch:
             said = {} if known is None else {SCALED: scaling and scaling.state()}
@@ -66,6 +79,8 @@ def export_checkpoint(
             contained = False
         else:
             contained = _export_network(grid, keeper, found, known, target, names)
+        if known is not None and target.suffix != ENDING:
+            return found.path, _export_tokenizer(grid, known, target)
         units = "; samples and outputs have the units of the data"
         if not contained:
             units = "; the network takes standardised samples: the scales are in the metadata pmm3d"
@@ -90,6 +105,38 @@ def _export_network(
     said[SCALED] = None if known.scaling is None or contained else known.scaling.state()
     export_torch(made, target, {OWN: json.dumps(said)}, names=names)
     return contained
+
+
+def _export_tokenizer(grid: Grid, known: Recalled, folder: Path) -> str:
+    """Write the tokenizer of a run for AutoTokenizer.from_pretrained. Collective. Return a text about it."""
+    file, text = known.config.data.file, None
+    with grid.collective_call("export: tokenizer", str(folder), always=True), file_errors(folder, "written"):
+        if grid.rank == 0:
+            text = f", without its tokenizer: {file} does not contain it now"
+            if (coder := tokenizer_of(known)) is not None:
+                replace_file(folder / "tokenizer.json", coder.for_package.encode())
+                replace_file(folder / "tokenizer_config.json", TOKENIZER_CONFIG.encode())
+                text = ", with its tokenizer"
+    return str(grid.comm.bcast(text))
+
+
+TOKENIZER_CONFIG = """{
+  "tokenizer_class": "PreTrainedTokenizerFast",
+  "clean_up_tokenization_spaces": false
+}
+"""
+"""Contents of tokenizer_config.json: tokenizer.json contains the whole tokenizer."""
+
+
+def tokenizer_of(known: Recalled) -> Tokenizer | None:
+    """Return the tokenizer of a run, or None if its data file does not contain it."""
+    if known.facts.get("tokenizer") == Tokenizer().digest:
+        return Tokenizer()
+    try:
+        found = Tokenizer.of(known.config.data.file)
+        return found if found.digest == known.facts.get("tokenizer") else None
+    except DataError:
+        return None
 
 
 def put_scales_into_weights(network: Module, scaling: Scaling) -> bool:

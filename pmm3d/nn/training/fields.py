@@ -71,6 +71,7 @@ ClassWeights = Annotated[
 Hidden = Annotated[
     list[Width] | Width, _in_words("a list of whole numbers of at least 1; for a transformer, one such number")
 ]
+WarmUp = Annotated[Steps | Literal["auto"], _in_words('a whole number of at least 0, or "auto"')]
 Recompute = Annotated[
     Count | Literal["none", "selective", "full"],
     BeforeValidator(_as_policy),

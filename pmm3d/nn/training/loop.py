@@ -20,6 +20,7 @@ from ...io.lock import RunLock
 from ...product import DistMatrix
 from ...text import counted, shell_command
 from ..contexts import unchanged
+from ..exchange import published_names
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
 from .log import METRICS, RunLog, logger, on_first
 from .recipe import Recipe
@@ -467,5 +468,6 @@ class Trainer:
             else:
                 files = "FILE.h5 (or .csv) --out OUT.h5 (or .csv)"
                 use = f"predictions: {shell_command('pmm3d', 'predict', folder)} {files}"
-            lines.append(f"{use}; weights for torch: {shell_command('pmm3d', 'export', folder, 'FILE.safetensors')}")
+            files = "FOLDER or FILE.safetensors" if published_names(self.state.network) else "FILE.safetensors"
+            lines.append(f"{use}; weights for torch: {shell_command('pmm3d', 'export', folder)} {files}")
         return "\n".join(lines)

@@ -20,8 +20,11 @@ from ..transformer import GPT, Llama, token_layout
 from .config import Config
 from .evaluation import number_of
 from .samples import Samples
-from .sections import NetworkSection, configured
+from .sections import AUTO, NetworkSection, configured
 from .user_file import UserFile
+
+LONGEST_WARM_UP = 100
+"""Largest number of steps of schedule.warm_up = "auto"."""
 
 
 class OwnNetwork:
@@ -245,9 +248,8 @@ def make_network(
             layouts.append(layers.output_layout)
             return layers
         given = section.model_dump(exclude=build, exclude_none=True)
-        if section.kind == "gpt":
-            return GPT(stage, **{"positions": config.data.sequence, **given, **options, "vocabulary": sizes[-1]})
-        return Llama(stage, **{**given, **options, "vocabulary": sizes[-1]})
+        kind = GPT if section.kind == "gpt" else Llama
+        return kind(stage, **{"positions": config.data.sequence, **given, **options, "vocabulary": sizes[-1]})
 
     return pipelined(config, grid, make, sizes[0]), layouts[-1] if layouts else Layout()
 
@@ -291,6 +293,8 @@ def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
     """Return the schedule of a run with this number of steps."""
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
+    if options["warm_up"] == AUTO:
+        options["warm_up"] = min(LONGEST_WARM_UP, steps // 10)
     if name == "cosine":
         return optim.Cosine(optimizer, steps, **options)
     return optim.Step(optimizer, **options) if name == "step" else optim.Schedule(optimizer, **options)

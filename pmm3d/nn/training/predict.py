@@ -34,7 +34,7 @@ from ..contexts import unchanged
 from ..facts import Facts, compare
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
-from ..transformer.generate import generate
+from ..transformer.generate import generate, longest_of
 from .config import Config
 from .evaluation import Evaluation, loss_named
 from .network import OwnFunctions, network_of
@@ -226,11 +226,13 @@ def _convert(file: Path, target: Path, inputs: str | None, targets: str | None, 
 
 
 class Continued(NamedTuple):
-    """Result of `continue_text`: the text after the prompt, the checkpoint, and the grid."""
+    """Result of `continue_text`: the text after the prompt, the checkpoint, the grid, and the number of positions that
+    the tokens exceed (0: they do not)."""
 
     text: str
     checkpoint: Path
     grid: str
+    exceeded: int
 
 
 def continue_text(
@@ -277,7 +279,9 @@ def continue_text(
         )
         with grid.collective_call("predict: text", always=True):
             text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
-        return Continued(grid.comm.bcast(text), checkpoint.path, str(grid.shape))
+        positions = longest_of(network) or 0
+        exceeded = positions if len(tokens) + length - 1 > positions else 0  # no token depends on the last one
+        return Continued(grid.comm.bcast(text), checkpoint.path, str(grid.shape), exceeded)
 
 
 def text_after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

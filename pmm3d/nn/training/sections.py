@@ -28,6 +28,7 @@ from .fields import (
     Share,
     Steps,
     Table,
+    WarmUp,
     Width,
     default_of,
     of_tokens,
@@ -37,6 +38,9 @@ with needs("train", "a configuration"):
     from pydantic import AfterValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
 AUTO = "auto"
+OF_TOKENS = {"optimizer": {"clip": 1.0}, "schedule": {"warm_up": AUTO}}
+"""Defaults of tokens that are those of no other data. Without them, a transformer often stays at the loss of a network
+that ignores its input."""
 EPOCHS = 10
 """Default of `epochs` if `steps` is left out too."""
 
@@ -98,8 +102,8 @@ class DataSection(Section):
     """share of the rows that is held out for validation if there is no validation_file; 0.0: no validation"""
     validation_file: Place | None = None
     """HDF5 file for validation, instead of held-out rows"""
-    batch_size: Count = 256
-    """rows of a batch, over the whole grid. A step trains on one batch"""
+    batch_size: Count = Field(default_factory=lambda given: 16 if given.get("sequence") else 256)
+    """rows of a batch, over the whole grid (256 if left out; for tokens 16 sequences). A step trains on one batch"""
     shuffle: bool = True
     """whether the rows have another order in each epoch, by `training.seed`"""
     hold_out: Literal["random", "last"] = Field(
@@ -149,7 +153,7 @@ class NetworkSection(Section):
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
     positions: Width | None = of_tokens(None)
-    """longest sequence (if left out, gpt: data.sequence; llama: any)"""
+    """longest sequence: `pmm3d generate` looks at this number of last tokens (gpt, llama: data.sequence if left out)"""
     vocabulary: Width | None = of_tokens(None)
     """number of tokens of the embedding and of the outputs, at least that of the data: a published network can have
     further ones, which no text has (gpt, llama: the vocabulary of the data if left out)"""
@@ -238,8 +242,9 @@ class CommonOptimizerSection(Section):
     subtracted from the weight (adamw, muon)"""
     decay_vectors: bool = False
     """whether weight decay includes biases and gains; most recipes decay matrices only"""
-    clip: Positive | None = None
-    """largest 2-norm of the gradient of all weights; a longer gradient is scaled down; left out: no limit"""
+    clip: Annotated[float, Field(ge=0)] | None = None
+    """largest 2-norm of the gradient of all weights; a longer gradient is scaled down; 0: no limit (for tokens 1.0 if
+    left out, otherwise no limit)"""
     shard_over_data: Literal[False, True, "states", "gradients"] = False
     """sharding over data. states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
     a reduce-scatter in each of `grid.micro_batches`"""
@@ -308,8 +313,9 @@ class ScheduleSection(Section):
 
     kind: Literal["constant", "cosine", "step"] = "cosine"
     """cosine: half a cosine, down to the last step; step: multiplied by `factor` every `every` steps"""
-    warm_up: Steps = 0
-    """number of first steps, in which the rate rises from 0 to lr"""
+    warm_up: WarmUp = 0
+    """number of first steps, in which the rate rises from 0 to lr; auto: a tenth of the steps of the run, at most 100
+    (for tokens auto if left out, otherwise 0)"""
     floor: Annotated[float, Field(ge=0, le=1)] | None = default_of(cosine=0.0)
     """share of lr at the last step (cosine: 0.0 if left out)"""
     every: Count | None = default_of(step=1000)

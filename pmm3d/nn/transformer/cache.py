@@ -34,6 +34,10 @@ class Cache(AbstractContextManager["Cache"]):
         """Begin a pass with this number of rows of each sequence."""
         self.length, self.rows, self._next = self.length + self.rows, rows, 0
 
+    def clear(self) -> None:
+        """Forget the rows of all passes. The next pass begins the sequences, in the memory of the earlier passes."""
+        self.length = self.rows = 0
+
     def positions(self, rows: int) -> np.ndarray:
         """Positions of these rows of whole sequences."""
         return self.length + np.arange(rows) % max(1, self.rows)

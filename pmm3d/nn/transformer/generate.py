@@ -63,16 +63,21 @@ def generate(
     Raises
     ------
     LayoutError
-        On every rank, for more tokens than the network has positions, and for a prompt of another shape or type.
+        On every rank, for a prompt of another shape or type.
     Pmm3dError
         On every rank, for options out of range, for attention without a causal mask, and for logits that are NaN.
 
     Notes
     -----
     The first pass processes the prompt. Each further pass processes the last token of each sequence. Keys and values
-    are cached: 2 (tokens + length) x layers x kv_heads x size elements for each sequence of a rank. Axes x and y split
-    heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless they are kept (see
-    `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
+    are cached: 2 (tokens + length) x layers x kv_heads x size elements for each sequence of a rank.
+
+    If a sequence becomes longer than the P positions of the network, a new token depends on the last P tokens only.
+    These tokens then have other positions than before. So each pass processes P tokens of each sequence, and the cache
+    contains P tokens. A network without positions, such as a Llama by default, has no such limit.
+
+    Axes x and y split heads. Axes data, z, seq and ulysses split sequences. Each pass gathers the weights over z unless
+    they are kept (see `Overlap.reshard_after_forward`). Rank 0 receives the logits of the last tokens, and draws.
 
     Sequences of equal length are processed together, one length after the other. There is no padding.
 
@@ -136,11 +141,16 @@ def _continued(
     made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
     with ExitStack() as stack:
         grids = dict.fromkeys((network.grid, whole_of(network).grid))
-        caches = [stack.enter_context(Cache(grid, begin + length)) for grid in grids]
+        longest = min(begin + length, longest_of(network) or begin + length)
+        caches = [stack.enter_context(Cache(grid, longest)) for grid in grids]
         stack.enter_context(network.evaluating())
         stack.enter_context(unchanged(network.grid))
-        seen, known = 0, None
+        first, seen, known = 0, 0, None  # first: number of the token with position 0
         for place in range(begin, begin + length):
+            if place - first > longest:
+                first = seen = place - longest
+                for cache in caches:
+                    cache.clear()
             for cache in caches:
                 cache.begin(place - seen)
             logits = network(_batch(network, made[:, seen:place], known))
@@ -152,6 +162,12 @@ def _continued(
                     drawn = choose(logits.library.to_numpy(values)[:, :vocabulary], draws, temperature, top_k)
             made[:, place], seen = whole.comm.bcast(drawn), place
     return made
+
+
+def longest_of(network: Module) -> int | None:
+    """Return the number of positions of a network, or None without a limit."""
+    parts = [part for _, part in whole_of(network).named_modules() if isinstance(part, Embedding)]
+    return min((part.longest for part in parts if part.longest is not None), default=None)
 
 
 def choose(logits: np.ndarray, draws: np.ndarray, temperature: float, top_k: int | None) -> np.ndarray:
@@ -194,13 +210,6 @@ def _check(
             raise Pmm3dError(
                 f"generate: rows of {name} attend to later rows, so the next token cannot be predicted "
                 "alone. Use a network with causal attention: a GPT or a Llama"
-            )
-        longest = part.longest if isinstance(part, Embedding) else None
-        if longest is not None and tokens.shape[-1] + length > longest:
-            raise LayoutError(
-                f"generate: {tokens.shape[-1]} tokens and {length} more exceed the {longest} positions "
-                f"of the network. Generate at most {max(0, longest - tokens.shape[-1])}, or shorten the "
-                "prompt"
             )
 
 

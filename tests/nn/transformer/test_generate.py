@@ -8,7 +8,7 @@ from samples import to_numpy
 
 from pmm3d import Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
-from pmm3d.nn.transformer.generate import choose
+from pmm3d.nn.transformer.generate import choose, longest_of
 
 pytestmark = [pytest.mark.parallel([2], thorough=[1, 4, 8]), pytest.mark.deadline(240)]
 
@@ -33,9 +33,9 @@ GRIDS = {
 SIZES = {"vocabulary": 11, "layers": 2, "hidden": 12, "heads": 3, "seed": 5, "dtype": "float64"}
 NETWORKS = {
     "GPT": lambda grid: nn.GPT(grid, positions=10, dropout=0.1, **SIZES),
-    "sharded": lambda grid: nn.GPT(grid, positions=10, activations="sharded", recompute="full", **SIZES),
+    "sharded": lambda grid: nn.GPT(grid, positions=5, activations="sharded", recompute="full", **SIZES),
     "Llama": lambda grid: nn.Llama(grid, **{**SIZES, "hidden": 16, "heads": 4}, kv_heads=2, mlp=10, window=3),
-    "one shared head": lambda grid: nn.Llama(grid, **SIZES, kv_heads=1, mlp=10, tied=True),
+    "one shared head": lambda grid: nn.Llama(grid, **SIZES, positions=4, kv_heads=1, mlp=10, tied=True),
 }
 MORE = 4
 PROMPT = np.array([[3, 1, 4], [1, 5, 9], [2, 6, 5]])
@@ -50,15 +50,15 @@ def larger(net):
 
 
 def without_cache(make, options):
-    """Generate by a pass over each whole sequence for each token, on one rank."""
+    """Generate by a pass over the last tokens of each sequence, at most the positions, for each token, on one rank."""
     with alone() as grid:
         net, made = larger(make(grid)), PROMPT
         for number in range(MORE):
-            rows = made.shape[1]
+            seen = made[:, -(longest_of(net) or made.shape[1]) :]
             with net.evaluating():
-                logits = to_numpy(net(spread(grid, made.reshape(-1, 1), Layout(units=(rows, 1)))).gather())
+                logits = to_numpy(net(spread(grid, seen.reshape(-1, 1), Layout(units=(seen.shape[1], 1)))).gather())
             draws = np.random.default_rng([options.get("seed", 0), number]).random(len(made))
-            last = logits.reshape(*made.shape, -1)[:, -1]
+            last = logits.reshape(*seen.shape, -1)[:, -1]
             made = np.concatenate([made, [[drawn(row, draw, options)] for row, draw in zip(last, draws)]], axis=1)
         return made
 
@@ -73,7 +73,8 @@ def drawn(logits, draw, options):
 
 
 def test_tokens_are_those_without_a_cache(comm):
-    """Each network on each grid, with the ways to choose a token in turns."""
+    """Each network on each grid, with the ways to choose a token in turns. Two networks have fewer positions than the
+    sequences have tokens."""
     expected = comm.bcast(
         {
             (name, how): without_cache(make, options)
@@ -91,6 +92,16 @@ def test_tokens_are_those_without_a_cache(comm):
                 with given(network=name, how=how, grid=shape, data=data, axes=axes):
                     net = larger(nn.Pipeline(grid, make) if "pipe" in axes else make(grid))
                     assert np.array_equal(nn.generate(net, PROMPT, MORE, **OPTIONS[how]), expected[name, how])
+
+
+@pytest.mark.parallel([2])
+@on_grid((2, 1, 1))
+def test_a_prompt_longer_than_the_positions_counts_by_its_last_tokens(grid):
+    net, prompt = larger(NETWORKS["sharded"](grid)), np.arange(12) % 11
+    for options in OPTIONS.values():
+        made = nn.generate(net, prompt, 3, **options)
+        assert np.array_equal(made[:12], prompt)
+        assert np.array_equal(made[7:], nn.generate(net, prompt[-5:], 3, **options))
 
 
 @pytest.mark.parallel([2])
@@ -127,8 +138,6 @@ def test_a_temperature_near_zero_takes_the_most_probable_token():
 
 
 REFUSED = [
-    (LayoutError, "3 tokens and 8 more exceed the 10 positions.*Generate at most 7", (PROMPT, 8), {}),
-    (LayoutError, "3 tokens and 8 more exceed the 10", ([[1], PROMPT[0]], 8), {}),
     (LayoutError, "at least one token", (np.zeros((2, 0), int), 3), {}),
     (LayoutError, "at least one token", ([[0.5]], 3), {}),
     *(
