@@ -205,7 +205,7 @@ class _Planner:
         self.whole = steps
         self.longer, self.activations, self.recompute = longer, activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
-        self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
+        self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)}, reverse=True)
 
     @cached_property
     def one(self) -> Costs:
@@ -303,7 +303,7 @@ class _Planner:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                some = steps.of_micro_batches(self.shown[0]).of_blocks(min(steps.blocks, 2 * FEW))
+                some = steps.of_micro_batches(self.shown[-1]).of_blocks(min(steps.blocks, 2 * FEW))
                 more, twice = (each.of(small, node) for each in (some, some.of_rows(2 * some.rows)))
                 few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
                 times, work = max(0.0, steps.blocks / FEW - 2), more.memory["work"]
@@ -346,17 +346,14 @@ class _Planner:
     def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
         """Return the costs of a step, extrapolated from steps of few micro-batches and networks of few blocks."""
 
-        def of_shown(micro_batches: int, blocks: int) -> Costs:
-            some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
-            step = some.of(grid, self.machine.ranks_per_node)
-            terms = terms_of(simulate(tasks(step.actions, self.machine, groups)))
-            return Costs(terms, step.memory, step.received, step.flop)
-
         def of_blocks(blocks: int) -> Costs:
-            found = [of_shown(number, blocks) for number in self.shown]
-            all_of_them = found[-1].further(found[0], self.micro_batches - self.shown[-1])
-            batches = found[-1].memory["batches"] / self.shown[-1] * self.micro_batches
-            return all_of_them._replace(memory={**found[-1].memory, "batches": batches})
+            found = list[Costs]()
+            for step in steps.of_blocks(blocks).each_of(grid, self.machine.ranks_per_node, 0, self.shown):
+                terms = terms_of(simulate(tasks(step.actions, self.machine, groups)))
+                found.append(Costs(terms, step.memory, step.received, step.flop))
+            all_of_them = found[0].further(found[-1], self.micro_batches - self.shown[0])
+            batches = found[0].memory["batches"] / self.shown[0] * self.micro_batches
+            return all_of_them._replace(memory={**found[0].memory, "batches": batches})
 
         every = steps.config.network.recompute
         few = every if isinstance(every, int) and every > FEW else FEW  # one of them is recomputed
@@ -367,7 +364,7 @@ class _Planner:
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         found = list[Candidate]()
         try:
-            for each in staged_candidates(steps, grid, self.machine, groups):
+            for each in staged_candidates(steps, grid, self.machine, groups, self.limit):
                 found.append(each)
         except Pmm3dError as error:
             if not found:
