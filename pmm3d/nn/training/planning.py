@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
 from ...layout import PIPE, SEQ, ULYSSES, GridShape
-from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of
+from ...model.candidates import FAMILIES, SLOWER, Candidate, Ranking, preset_of
 from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
@@ -85,7 +86,7 @@ def rank_training(
     also         grids to simulate besides the others
     tell         a function that is called with (number of grids done, number of grids, "grids")
 
-    A rough simulation (`ScaledStep`) selects the grids. All other grids are not mentioned in the result. A preset is
+    A rough simulation (`ScaledStep`) selects the grids. `Ranking.unpriced` counts the other grids. A preset is
     preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
 
     Raises GridError if the step fits on no grid; the message contains the memory and a number of ranks that is enough.
@@ -224,11 +225,12 @@ class _Planner:
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
         every = [grid for grid in possible if grid not in idle]
         chosen = order = every
+        left_out = set[GridShape]()
         if not grids:
             order = sorted(every, key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
             presets = [grid for name in FAMILIES for grid in [each for each in order if preset_of(each) == name][:1]]
             staged, shared = [each for each in order if each.stages > 1], [each for each in order if _sharing(each) > 1]
-            left_out = {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
+            left_out |= {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
             order = [grid for grid in order if grid not in left_out]
             first = order[: max(top, actions // len(self.rough.step.actions))]
             chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
@@ -245,9 +247,18 @@ class _Planner:
         if all(each.why_not for each in tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        return Ranking(
-            self._what(), self.ranks, ordered, dropped, self.one.flop, self.config.precision.compute, len(possible)
-        )
+        priced = {each.grid for each in tried}
+        unpriced = Counter(self._why_unpriced(grid, left_out) for grid in every if grid not in priced)
+        considered, dtype = len({*possible, *priced}), self.config.precision.compute
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, considered, unpriced)
+
+    def _why_unpriced(self, grid: GridShape, left_out: Collection[GridShape]) -> str:
+        """Return the reason why a grid was not simulated. left_out: grids with an axis of which only few are."""
+        if self._held(grid) > self.limit:
+            return "too much memory by a rough estimate, not priced"
+        if grid in left_out:
+            return f"with pipe or seq, slower than {LONGER} such grids by a rough estimate, not priced"
+        return SLOWER
 
     def _idle(self, grid: GridShape) -> str:
         """Return the reason why ranks of the grid have no work; "" if all have work."""

@@ -59,7 +59,7 @@ class Chosen(NamedTuple):
         if peak := machine.peak.get(dtype, machine.peak.get(other, 0.0)):
             core = ", as a CPU core" * (machine.name == NOMINAL)
             held = f"{in_bytes(machine.memory)} of memory" if machine.memory else "memory without a known limit"
-            lines.append(f"  a {machine.name} rank: at most {in_flops(peak)} in {dtype}{core}; {held}")
+            lines.append(f"  a rank: at most {in_flops(peak)} in {dtype}{core}; {held}")
         return lines + [
             f"  {section}: {machine.sources[section]}" for section in sections if section in machine.sources
         ]

@@ -94,11 +94,11 @@ def print_plan(
     limit = machine.memory if memory is None else memory
     tell(*chosen.lines(dtype if whole else "", sections))
     screen = console(sys.stdout, UNBOUNDED if wide else None)
-    tables = [_times(ranking, shown, peak, product), *_memory(machine, limit, ranking, shown)]
-    for each in tables:
-        screen.print()
-        screen.print(each.table(wide, screen.width))
-    if not wide and any(REST in each.table(wide, screen.width).names for each in tables):
+    columns = [_times(ranking, shown, peak, product), *_memory(machine, limit, ranking, shown)]
+    tables = [each.table(wide, screen.width) for each in columns]
+    screen.print()
+    screen.print(*tables)
+    if any(REST in table.names for table in tables):
         tell(f"{REST}: the sum of the columns that do not fit; --wide prints all")
     tell(*hidden_lines(ranking, shown), choice(ranking, unit, machine.ranks_per_node, limit))
 
@@ -287,15 +287,15 @@ def _memory(machine: Machine, limit: int, ranking: Ranking, shown: Shown) -> Ite
     decimals = decimals_of(most / scale)
     number = min(machine.ranks_per_node, ranking.ranks)
     figures: dict[str, Callable[[Candidate], str]] = {
-        "a rank": lambda candidate: _amount(_bytes_of(candidate) / scale, decimals),
-        "a node": lambda candidate: _amount(number * _bytes_of(candidate) / scale, decimals_of(number * most / scale)),
+        "rank": lambda candidate: _amount(_bytes_of(candidate) / scale, decimals),
+        "node": lambda candidate: _amount(number * _bytes_of(candidate) / scale, decimals_of(number * most / scale)),
     }
     parts = {
         kind: lambda candidate, kind=kind: candidate.memory.get(kind, 0) / scale
         for kind in names(candidate.memory for candidate in shown.all)
     }
-    room = f" (it has {_amount(number * limit / scale, 0)})" * (limit > 0)
-    title = f"[bold]Memory in {unit}: the fullest rank, and a node of {counted(number, 'such rank')}{room}[/]"
+    room = f", which has {in_bytes(number * limit)}" * (limit > 0)
+    title = f"[bold]Memory in {unit}: the fullest rank; a node of {counted(number, 'such rank')}{room}[/]"
     yield _Columns(title, ranking, shown, False, figures, parts, lambda value: _amount(value, decimals))
 
 
