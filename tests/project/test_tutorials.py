@@ -116,3 +116,15 @@ def test_the_pictures_that_are_named_are_made(monkeypatch):
 
     with pytest.raises(SystemExit, match="nothere.svg.*1f1b.svg"):
         pictures.main(["nothere.svg"])
+
+
+def test_the_how_to_on_grids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(command: str) -> str:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    follow(steps("howto/choose-a-grid"), tmp_path, run)
