@@ -94,7 +94,9 @@ class DryArray(NDArrayOperatorsMixin):
         if isinstance(key, slice):
             return self._view(self.elements[key])
         keys = key if isinstance(key, tuple) else (key,)
-        if BASIC.issuperset(map(type, keys)) or all(isinstance(one, (int, np.integer, *BASIC)) for one in keys):
+        if BASIC.issuperset(map(type, keys)) or all(
+            type(one) in BASIC or isinstance(one, (int, np.integer)) for one in keys
+        ):
             whole = EllipsisType in map(type, keys)  # without it, numpy would read a single element
             return self._view(self.elements[keys if whole else (*keys, Ellipsis)])
         return self.library.temporary(self._chosen(keys), self.dtype).filled("take", (), 2)

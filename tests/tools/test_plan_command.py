@@ -36,7 +36,7 @@ OF_ISSUE = (
 def counts_of(said):
     """The number of grids that are shown, and the numbers of the others by reason."""
     [shown] = re.findall(r"^Shown: ([\d,]+) of", said, re.M)
-    others = re.findall(r"^  ([\d,]+) [^\n]*", said[said.index("Shown: ") :], re.M)
+    others = re.findall(r"^  ([\d,]+): ", said[said.index("Shown: ") :], re.M)
     return [int(each.replace(",", "")) for each in (shown, *others)]
 
 
@@ -239,15 +239,15 @@ def test_each_grid_that_is_not_shown_is_counted_under_a_reason():
     ranking = Ranking("it", 8, ranked, [twice, *dropped], 1.0, "float32", 20, {"too far": 3})
     assert [*hidden_lines(ranking, shown_of(ranking, 2))] == [
         "Shown: 2 of 20 grids. The others:",
-        "  1 ranked lower: --top 3 shows them",
-        "  2 rows are fewer than z",
+        "  1: ranked lower (--top 3 shows them)",
+        "  2: rows are fewer than z",
         "    1x1x8 fsdp: 4 rows are fewer than z = 8",
         "    1x1x4 (data 2) hsdp: 2 rows are fewer than z = 4",
-        "  1 too much memory",
+        "  1: too much memory",
         "    1x1x1 (data 8) ddp: holds 9 bytes",
         "    8x1x1 megatron+sp: holds 99 bytes",
-        "  3 too far",
-        "  11 slower by a rough estimate, not priced",
+        "  3: too far",
+        "  11: slower by a rough estimate, not priced",
     ]
     every = Ranking("it", 8, ranked, [], 1.0, "float32", 3)
     assert [*hidden_lines(every, shown_of(every, 3))] == []

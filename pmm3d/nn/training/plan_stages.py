@@ -120,7 +120,8 @@ def staged_candidates(
     schedule with other stages is left out if an earlier one is faster and keeps `limit` bytes on a rank.
 
     Raises Pmm3dError if the grid is refused, or if the network has too few layers for the next schedule."""
-    section, known, block = steps.config.grid, dict[tuple[int, ...], tuple[_Placed, list[RankCosts]]](), None
+    section, known = steps.config.grid, dict[tuple[int, ...], tuple[_Placed, list[RankCosts]]]()
+    block: _Block | None = None
     fastest = inf
     for name in [section.schedule] if section.schedule else SCHEDULES:
         table = schedule_of(name, grid.stages, steps.micro_batches)

@@ -139,7 +139,7 @@ def hidden_lines(ranking: Ranking, shown: Shown) -> Iterator[str]:
     yield f"Shown: {number:,} of {counted(ranking.considered, 'grid')}. The others:"
     ranked = {candidate.preset for candidate in ranking.candidates}
     for cause, some in priced.items():
-        yield f"  {len(some):,} {cause}" + f": --top {len(ranking.candidates)} shows them" * (cause == LOWER)
+        yield f"  {len(some):,}: {cause}" + f" (--top {len(ranking.candidates)} shows them)" * (cause == LOWER)
         if cause != LOWER:
             lost = [
                 dropped for dropped in ranking.dropped if dropped.preset not in ranked and cause_of(dropped) == cause
@@ -149,7 +149,7 @@ def hidden_lines(ranking: Ranking, shown: Shown) -> Iterator[str]:
             }
             yield from map(_dropped, [of_each[name] for name in FAMILIES if name in of_each] or some[:1])
     for cause, count in unpriced.items():
-        yield f"  {count:,} {cause}"
+        yield f"  {count:,}: {cause}"
 
 
 def _bytes_of(candidate: Candidate) -> int:
@@ -269,8 +269,8 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
         figures["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
         figures["bytes over bound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
-    parts = {
-        term: lambda candidate, term=term: candidate.terms.get(term, 0.0) / scale
+    parts: dict[str, Callable[[Candidate], float]] = {
+        term: lambda candidate, term=term: candidate.terms.get(term, 0.0) / scale  # type: ignore[misc]
         for term in names((candidate.terms for candidate in shown.all), TERMS)
     }
     title = f"[bold]{ranking.what[0].upper()}{ranking.what[1:]} on {counted(ranking.ranks, 'rank')}, time in {unit}[/]"
@@ -290,8 +290,8 @@ def _memory(machine: Machine, limit: int, ranking: Ranking, shown: Shown) -> Ite
         "rank": lambda candidate: _amount(_bytes_of(candidate) / scale, decimals),
         "node": lambda candidate: _amount(number * _bytes_of(candidate) / scale, decimals_of(number * most / scale)),
     }
-    parts = {
-        kind: lambda candidate, kind=kind: candidate.memory.get(kind, 0) / scale
+    parts: dict[str, Callable[[Candidate], float]] = {
+        kind: lambda candidate, kind=kind: candidate.memory.get(kind, 0) / scale  # type: ignore[misc]
         for kind in names(candidate.memory for candidate in shown.all)
     }
     room = f", which has {in_bytes(number * limit)}" * (limit > 0)
