@@ -20,6 +20,8 @@ from .numpy_library import Array, NumpyLibrary, dtype_name
 from .sums import WorkArrays, check_gemm_types, rounded_gemm, widened_gemm
 
 Dims = int | tuple[int, ...] | None
+BASIC = frozenset((slice, int, EllipsisType, type(None)))
+"""Types of keys that select a view."""
 TO_BOOL = (
     "equal",
     "not_equal",
@@ -92,10 +94,11 @@ class DryArray(NDArrayOperatorsMixin):
         if isinstance(key, slice):
             return self._view(self.elements[key])
         keys = key if isinstance(key, tuple) else (key,)
-        if all(isinstance(one, (slice, int, EllipsisType, np.integer)) or one is None for one in keys):
-            if not any(one is Ellipsis for one in keys):
-                keys = *keys, Ellipsis  # without it, numpy would read a single element
-            return self._view(self.elements[keys])
+        if BASIC.issuperset(map(type, keys)) or all(
+            type(one) in BASIC or isinstance(one, (int, np.integer)) for one in keys
+        ):
+            whole = EllipsisType in map(type, keys)  # without it, numpy would read a single element
+            return self._view(self.elements[keys if whole else (*keys, Ellipsis)])
         return self.library.temporary(self._chosen(keys), self.dtype).filled("take", (), 2)
 
     def _chosen(self, keys: tuple[Any, ...]) -> tuple[int, ...]:

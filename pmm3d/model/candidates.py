@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,10 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
     return "5d" if len(copies) == 2 and others == {"x", PIPE, SEQ} else ""
 
 
+LOWER, MEMORY, SLOWER = "ranked lower", "too much memory", "slower by a rough estimate, not priced"
+"""Reasons why a grid is not shown: others are better; it does not fit; it was not worth a price."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A grid, and the costs of the job on it.
@@ -61,7 +66,7 @@ class Candidate:
     preset     family of the grid, one of `FAMILIES`; "" if it has none
     schedule   name of a pipeline's schedule; "" without a pipeline
     settings   keys of the network's configuration that were chosen with the grid: "activations", "recompute"
-    why_not    reason why the grid was dropped; "" if it was not dropped
+    why_not    reason why the grid was dropped, with its figures; "" if it was not dropped
     """
 
     grid: GridShape
@@ -85,6 +90,17 @@ class Candidate:
         )
 
 
+def cause_of(candidate: Candidate) -> str:
+    """Return the reason why a candidate is not shown, without figures. Grids that are not shown are counted by it.
+
+    >>> cause_of(Candidate(GridShape(16, 1, 1), 0.0, why_not="8 heads are fewer than x = 16"))
+    'heads are fewer than x'
+    """
+    if not candidate.why_not:
+        return LOWER
+    return MEMORY if candidate.memory else re.sub(r"( =)? ?[\d,]*\d", "", candidate.why_not.split(":")[0]).strip()
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Candidates, the best first, and dropped candidates.
@@ -93,6 +109,7 @@ class Ranking:
     flop         flop of all ranks together
     dtype        type of the job's GEMMs, for `share_of_peak`
     considered   number of grids that were considered, also those that were not priced
+    unpriced     number of grids that were not priced, by reason. Default: `SLOWER` for all of them
     """
 
     what: str
@@ -102,6 +119,22 @@ class Ranking:
     flop: float
     dtype: str
     considered: int
+    unpriced: Mapping[str, int] = field(default_factory=dict)
+
+    def not_among(self, shown: Collection[Candidate]) -> dict[str, list[Candidate]]:
+        """Return the priced grids of which no candidate is in `shown`, by reason. Each grid is listed once."""
+        listed, found = {each.grid for each in shown}, dict[str, list[Candidate]]()
+        for each in [*self.candidates, *self.dropped]:
+            if each.grid not in listed:
+                listed.add(each.grid)
+                found.setdefault(cause_of(each), []).append(each)
+        return found
+
+    def without_price(self) -> dict[str, int]:
+        """Return the numbers of grids that were not priced, by reason."""
+        priced = {each.grid for each in [*self.candidates, *self.dropped]}
+        rest = self.considered - len(priced) - sum(self.unpriced.values())
+        return {**self.unpriced, **({SLOWER: rest} if rest else {})}
 
     def share_of_peak(self, candidate: Candidate, peak: float) -> float:
         """Return the flop/s of the candidate divided by those of all ranks at `peak` flop/s each; 0 if unknown."""

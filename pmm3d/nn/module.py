@@ -23,6 +23,9 @@ from .parameter import Parameter, of_stages
 from .tape import Tape
 from .tensor import Tensor, as_tensor
 
+PLAIN = frozenset((bool, int, float, str, type(None)))
+"""Types of attributes that contain neither parameters nor modules."""
+
 logger = logging.getLogger("pmm3d.nn")
 
 
@@ -128,6 +131,7 @@ class Module:
         return (
             (path, item)
             for name, value in self._attributes()
+            if type(value) not in PLAIN
             for path, item in _items(name, value)
             if isinstance(item, (Module, Parameter))
         )
@@ -434,12 +438,15 @@ def functions_in(module: Module) -> list[str]:
 
 def _check_nothing_hides(module: Module) -> None:
     """Raise Pmm3dError for a parameter or module in an object that is not searched."""
-    kinds = Module, Parameter
-    for name, value in (item for attribute in module._attributes() for item in _items(*attribute)):
-        held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
-        if not isinstance(value, kinds) and any(isinstance(each, kinds) for each in held):
-            raise Pmm3dError(
-                f"{type(module).__name__}.{name} is a {type(value).__name__}. Parameters and modules in "
-                "it are not found, so they would not be trained: keep them in a list or a dict, or make "
-                "it a Module"
-            )
+    found = Module, Parameter, Grid
+    for attribute, given in module._attributes():
+        for name, value in () if type(given) in PLAIN else _items(attribute, given):
+            if isinstance(value, found):
+                continue
+            held = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
+            if any(isinstance(each, found[:2]) for each in held):
+                raise Pmm3dError(
+                    f"{type(module).__name__}.{name} is a {type(value).__name__}. Parameters and modules in "
+                    "it are not found, so they would not be trained: keep them in a list or a dict, or make "
+                    "it a Module"
+                )

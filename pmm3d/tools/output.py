@@ -55,17 +55,14 @@ class FigureTable:
         """Add a row of cells in rich's markup. Missing cells on the right are empty. end_section: draw a rule below."""
         self.rows.append(((*cells, *[""] * (len(self.names) - len(cells))), style, end_section))
 
+    def fits(self, width: int) -> bool:
+        """Return whether all columns are in one table on a terminal of this width."""
+        room = width - EDGES
+        return len(self._groups(self._widths(room), room)) == 1
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        cells = [
-            max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
-            for index in range(len(self.names))
-        ]
-        widths, room = [max(pair) for pair in zip(cells, map(len, self.names))], options.max_width - EDGES
-        if sum(widths) + len(widths) - 1 > room:  # headings and sentences can wrap
-            widths = [
-                max([min(cell, LEAST_SENTENCE) if name in self.sentences else cell, *map(len, name.split())])
-                for name, cell in zip(self.names, cells)
-            ]
+        room = options.max_width - EDGES
+        widths = self._widths(room)
         for number, shown in enumerate(self._groups(widths, room)):
             padding = int(sum(widths[index] + 2 for index in shown) - 2 <= room)
             columns = [
@@ -88,6 +85,20 @@ class FigureTable:
             for row, style, end_section in self.rows:
                 table.add_row(*(row[index] for index in shown), style=style, end_section=end_section)
             yield Trimmed(table)
+
+    def _widths(self, room: int) -> list[int]:
+        """Return the width of each column, as if all were in one table of this room."""
+        cells = [
+            max([1, *(Text.from_markup(row[index]).cell_len for row, _, _ in self.rows)])
+            for index in range(len(self.names))
+        ]
+        widths = [max(pair) for pair in zip(cells, map(len, self.names))]
+        if sum(widths) + len(widths) - 1 > room:  # headings and sentences can wrap
+            widths = [
+                max([min(cell, LEAST_SENTENCE) if name in self.sentences else cell, *map(len, name.split())])
+                for name, cell in zip(self.names, cells)
+            ]
+        return widths
 
     def _groups(self, widths: list[int], room: int) -> list[list[int]]:
         """Return the columns of each table: the columns that name the rows, and as many others as fit."""

@@ -94,11 +94,12 @@ def check_surroundings(program: str) -> None:
         print(f"{program}: {note}", file=sys.stderr, flush=True)
 
 
-def console(stream: TextIO) -> Console:
-    """Return a console of the width COLUMNS. The launcher sets it, because ranks may have another terminal."""
+def console(stream: TextIO, width: int | None = None) -> Console:
+    """Return a console of this width. Default: COLUMNS, which the launcher sets, because ranks may have another
+    terminal."""
     from rich.console import Console
 
-    columns = os.environ.get("COLUMNS", "")
+    columns = os.environ.get("COLUMNS", "") if width is None else str(width)
     size: dict[str, Any] = {"width": int(columns), "height": 50} if columns.isdecimal() else {}
     return Console(file=stream, highlight=False, **size)
 

@@ -268,3 +268,15 @@ def test_the_how_to_on_a_gpt(comm, shared_path, monkeypatch):
     if comm.rank == 0:
         assert {each.name for each in Path("gpt").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     comm.barrier()
+
+
+def test_the_how_to_on_grids(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(command: str) -> str:
+        done = CliRunner().invoke(app, shlex.split(command)[1:])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    follow(steps("howto/choose-a-grid"), tmp_path, run)

@@ -21,7 +21,7 @@ from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools import output
 from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
-from pmm3d.tools.plan.ranking import choice, draw, dropped_lines, shown_of
+from pmm3d.tools.plan.ranking import choice, draw, hidden_lines, shown_of
 from pmm3d.tools.plots import draw_schedules
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
@@ -31,6 +31,13 @@ OF_ISSUE = (
     "gpt --layers 42 --hidden 12288 --sequence 2048 --batch 256 --ranks 1024 --min-tensor 64 --machine "
     "perlmutter --terms axonn --order y,x,z,data --powers-of-two"
 ).split()
+
+
+def counts_of(said):
+    """The number of grids that are shown, and the numbers of the others by reason."""
+    [shown] = re.findall(r"^Shown: ([\d,]+) of", said, re.M)
+    others = re.findall(r"^  ([\d,]+): ", said[said.index("Shown: ") :], re.M)
+    return [int(each.replace(",", "")) for each in (shown, *others)]
 
 
 @pytest.fixture
@@ -89,7 +96,8 @@ def test_the_command_of_the_paper(tmp_path):
     assert list(written[0]) == ["grid", "seconds", "terms", "preset", "schedule", "settings"], "no memory is predicted"
     said = planned(*OF_ISSUE)
     assert "Machine perlmutter (asked for; figures assumed, not measured)" in said and "AxoNN's authors" in said
-    assert "71 of 286 grids dropped" in said and "ddp: x y z = 1 is less than min-tensor = 64" in said
+    assert "of 286 grids" in said and "ddp: x y z = 1 is less than min-tensor = 64" in said
+    assert sum(counts_of(said)) == 286
     assert "Choice: 2x8x64, 3.28 s of collectives in a step" in said
     assert figures_of(path, *OF_ISSUE, "--order", "data,z,x,y")[0]["seconds"] != written[0]["seconds"]
 
@@ -103,9 +111,9 @@ def test_a_gpt_by_simulation(tmp_path):
         assert sum(each["terms"].values()) == pytest.approx(each["seconds"])
         assert sum(each["memory"].values()) < 64e9 and each["bytes"] > 0
     said = planned(*SMALL, *options)
-    for row in (r"ddp\b", r"fsdp\b", r"hsdp\b", r"megatron\b", r"sharded +none +megatron\+sp\b"):
+    for row in (r"ddp\b", r"fsdp\b", r"hsdp\b", r"megatron\b", r"sharded +megatron\+sp\b"):
         assert re.search(rf"^ .*\b{row}", said, re.M)
-    assert "grids dropped" in said
+    assert sum(counts_of(said)) == 20
 
 
 def test_a_product_with_its_bytes_over_the_bound():
@@ -128,7 +136,7 @@ def test_a_machine_that_was_measured_here_is_the_first_choice(monkeypatch):
     assert chosen_machine(None, 16, 4).machine.name == "nominal"
     assert chosen_machine("frontier", 16, 4).machine.ranks_per_node == 4
     monkeypatch.setenv("PMM3D_MACHINE", "alps")
-    assert chosen_machine(None, 16, None) == (load("alps"), "named by PMM3D_MACHINE; figures assumed, not measured")
+    assert chosen_machine(None, 16, None)[:2] == (load("alps"), "named by PMM3D_MACHINE; figures assumed, not measured")
 
 
 def test_a_machine_of_a_file(tmp_path):
@@ -153,6 +161,8 @@ UNANSWERABLE = [
     ((*SMALL, "--machine", "frontier", "--memory", 10**6), "ranks are enough, as"),
     ((*SMALL, "--machine", "frontier", "--batch", 65, "--micro-batches", 2), "batch = 65 must be a multiple"),
     ((*CUBE, "--memory", 10), "ranks keeps m, n, k = (8, 8, 8)"),
+    ((*SMALL, "--tokens", "nan"), "--tokens must be at least 1, got nan"),
+    ((*SMALL, "--terms", "axonn", "--tokens", "1e9"), "--tokens has no effect with --terms axonn"),
     ((*SMALL, "--json", "none/x.json"), "cannot write none/x.json"),
     ((*CUBE, "--plot", "x.mp3"), "the name of a picture ends in one of"),
 ]
@@ -211,12 +221,75 @@ def test_presets_are_shown_wherever_they_stand():
     shown = shown_of(ranking, 1)
     assert shown.best == best[:1] and shown.presets == [best[3], best[1]]
     assert shown_of(ranking, 2).presets == [best[3]]
-    assert list(dropped_lines(ranking)) == ["3 of 5 grids dropped:", "  1x1x8 fsdp: too large"]
-    one = Ranking("it", 8, best, [replace(best[3], why_not="too large")], 1.0, "float32", 5)
-    assert list(dropped_lines(one)) == ["1 of 5 grids dropped:", "  1x1x1 (data 8) ddp: too large"]
-    assert choice(ranking, "a step") == (
+    assert choice(ranking, "a step", 4, 0) == (
         "Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes 20% longer"
     )
+
+
+def test_each_grid_that_is_not_shown_is_counted_under_a_reason():
+    """The example of a reason is the grid of least memory of a preset that has no candidate."""
+    grids = [GridShape(2, 1, 1, 4), GridShape(4, 1, 1, 2), GridShape(8, 1, 1)]
+    ranked = [Candidate(grid, 1.0, preset="megatron") for grid in grids]
+    twice = Candidate(grids[2], 0.0, memory={"work": 99}, preset="megatron+sp", why_not="holds 99 bytes")
+    dropped = [
+        Candidate(GridShape(1, 1, 8), 0.0, preset="fsdp", why_not="4 rows are fewer than z = 8"),
+        Candidate(GridShape(1, 1, 4, 2), 0.0, preset="hsdp", why_not="2 rows are fewer than z = 4"),
+        Candidate(GridShape(1, 1, 1, 8), 0.0, memory={"work": 9}, preset="ddp", why_not="holds 9 bytes"),
+    ]
+    ranking = Ranking("it", 8, ranked, [twice, *dropped], 1.0, "float32", 20, {"too far": 3})
+    assert [*hidden_lines(ranking, shown_of(ranking, 2))] == [
+        "Shown: 2 of 20 grids. The others:",
+        "  1: ranked lower (--top 3 shows them)",
+        "  2: rows are fewer than z",
+        "    1x1x8 fsdp: 4 rows are fewer than z = 8",
+        "    1x1x4 (data 2) hsdp: 2 rows are fewer than z = 4",
+        "  1: too much memory",
+        "    1x1x1 (data 8) ddp: holds 9 bytes",
+        "    8x1x1 megatron+sp: holds 99 bytes",
+        "  3: too far",
+        "  11: slower by a rough estimate, not priced",
+    ]
+    every = Ranking("it", 8, ranked, [], 1.0, "float32", 3)
+    assert [*hidden_lines(every, shown_of(every, 3))] == []
+
+
+STAGED = (*SMALL, "--ranks", 16, "--micro-batches", 4, "--machine", "frontier")
+
+
+def test_a_plan_of_many_columns_has_two_tables_on_80_columns():
+    """The terms without a column are added up, so that the rows still add up to the time."""
+    said = planned(*STAGED, columns=80)
+    assert len(re.findall("^ ─+$", said, re.M)) == 2 and "continued" not in said and "--wide prints all" in said
+    heads = next(line for line in said.splitlines() if line.split()[:1] == ["grid"]).split()
+    first = next(line for line in said.splitlines() if line.startswith(" 1 "))
+    parts = [float(cell.replace(",", "")) for cell in re.split(" +", first)[-len(heads) + heads.index("%") + 1 :]]
+    whole = float(re.split(" +", first)[-len(heads) + heads.index("%") - 2 + 1].replace(",", ""))
+    assert heads[-1] == "rest" and sum(parts) == pytest.approx(whole, abs=len(parts))
+    wide = invoked(*STAGED, "--wide", columns=80).stdout
+    assert len(re.findall("^ ─+$", wide, re.M)) == 2 and "continued" not in wide
+    for name in ("schedule", "activations", "recompute", "gemm", "pipe", "all", "batches"):
+        assert re.search(rf"^ .* {name}\b", wide, re.M), name
+
+
+def test_a_plan_of_a_gpt_says_how_long_a_training_takes(tmp_path):
+    options = ("--ranks", 8, "--machine", "frontier")
+    [first, *_] = figures_of(tmp_path / "plan.json", *SMALL, *options)
+    rate = 32 * 32 / first["seconds"]
+    said = planned(*SMALL, *options, "--tokens", "1e12")
+    found = re.search(r"^([\d,]+) tokens a second: 1,000,000,000,000 tokens take ([\d.,]+) days$", said, re.M)
+    assert int(found[1].replace(",", "")) == round(rate)
+    assert float(found[2].replace(",", "")) == pytest.approx(1e12 / rate / 86400, rel=0.01)
+
+
+def test_a_plan_says_what_a_rank_and_a_node_have():
+    words = lambda *options: " ".join(planned(*SMALL, "--ranks", 8, "--ranks-per-node", 2, *options).split())
+    said = words("--machine", "alps")
+    assert "--ranks-per-node 2: the file of alps has 4. The rates and the memory of a rank do not change" in said
+    assert "a rank: at most 989 TFLOP/s in bfloat16; 89.4 GiB of memory" in said
+    assert "on a node of 2 such ranks, which has 179 GiB" in said
+    said = words("--machine", "nominal")
+    assert "a rank: at most 100 GFLOP/s in bfloat16, as a CPU core; memory without a known limit" in said
+    assert "the file of" not in said and "on a node of 2 such ranks;" in said
 
 
 GPT_96 = "gpt --layers 96 --hidden 16384 --heads 128 --sequence 2048 --batch 8192".split()

@@ -78,7 +78,7 @@ class _Table:
 
     def of(self, actions: Sequence[Action]) -> list[Task]:
         awaited, overhead = _awaited(actions), self.machine.overhead_in_step
-        before = Task("overhead", PROCESSOR, overhead, name="overhead")
+        before, equal = Task("overhead", PROCESSOR, overhead, name="overhead"), dict[tuple[str, float, str], Task]()
         for action in actions:
             seconds = seconds_of(action, self.machine, self.groups)
             if action.what == "begin":
@@ -90,7 +90,10 @@ class _Table:
             else:
                 if overhead:
                     self.made.append(before)
-                self.made.append(Task(action.what, PROCESSOR, seconds, name=action.operation or action.what))
+                key = action.what, seconds, action.operation
+                if key not in equal:
+                    equal[key] = Task(action.what, PROCESSOR, seconds, name=action.operation or action.what)
+                self.made.append(equal[key])
         return self.made
 
     def begin(self, action: Action, seconds: float, awaited: bool) -> None:

@@ -26,8 +26,6 @@ from .network import Own, inputs_of, layer_sizes, make_network, make_optimizer
 from .samples import SampleSizes, loss_of, sizes_in_file
 from .step import train_step
 
-STEPS = 2
-"""The first step prefetches no weights and has no optimizer state. The second one is like all others."""
 REMEDY = (
     "If the data file does not exist yet, give the sizes of its samples: --features and --outputs of pmm3d plan "
     "(samples= in a program), and --classes for labels"
@@ -129,49 +127,62 @@ class DrySteps:
         )
         return self._with(micro_batches=table.micro_batches, config=self.config.model_copy(update={"grid": grid}))
 
+    def cut(self, layers: Sequence[int]) -> DrySteps:
+        """Return steps whose stages have these numbers of layers with parameters."""
+        grid = self.config.grid.model_copy(update={"cut": [*layers]})
+        return self._with(config=self.config.model_copy(update={"grid": grid}))
+
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """Return the step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
+        return self.each_of(shape, ranks_per_node, rank, [self.micro_batches])[0]
+
+    def each_of(self, shape: GridShape, ranks_per_node: int, rank: int, micro_batches: Sequence[int]) -> list[Step]:
+        """Return a step of each of these numbers of micro-batches, the largest first, by one dry run. The memory of
+        later steps is that of the whole run. Errors as of `of`."""
         others = {name: getattr(shape, name) for name in shape.names[4:]}
         hosts = -(-shape.size // max(1, ranks_per_node))
         with Grid.dry(shape[:3], shape.data, rank, others, hosts) as dry, self._explained():
-            return self.on(dry)
+            return [*self.each_on(dry, micro_batches)]
 
     def on(self, dry: Grid) -> Step:
         """Return the step of the rank of a dry grid."""
+        return next(self.each_on(dry, [self.micro_batches]))
+
+    def each_on(self, dry: Grid, micro_batches: Sequence[int]) -> Iterator[Step]:
+        """Yield the steps of `each_of`, of the rank of a dry grid. The first step prefetches no weights and has no
+        optimizer state, so it is run twice. Later steps are alike."""
         config, samples, stage = self.config, self.samples, dry.stage
         parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.cached_bytes
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self._own.network)
-        optimizer, batch, count = (
-            make_optimizer(config, network, self._own),
-            self._batch(dry, output),
-            self.micro_batches,
-        )
+        optimizer, batch = make_optimizer(config, network, self._own), self._batch(dry, output)
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         run = dry.dry_run
         assert run is not None
-        for _ in range(STEPS):
-            run.actions.clear()
-            run.passes.clear()
-            x, y = (facts.on(stage) for facts in batch)
-            if config.data.sequence is not None:
-                x.labels_below = y.labels_below = samples.outputs
-            weights = None if config.training.class_weights is None else [1.0] * samples.outputs
-            loss = loss_named(self._own.functions.loss if ":" in self.loss else self.loss, weights)
-            train_step(network, optimizer, loss, [(x, y)] * count, config.optimizer.clip or None, scale=scale)
-            finish_all(dry)
-        flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
-        received = sum(action.received for action in run.actions if action.what == "begin")
         nbytes = sum(
             each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch
         )
-        held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
-        if config.training.checkpoint_in_background and config.network.on_host:
-            matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
-            held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
-        kinds = network._kinds_of_ranks() if isinstance(network, Pipeline) else ()
-        return Step(run.actions, held, flop, received, run.passes, kinds)
+        weights = None if config.training.class_weights is None else [1.0] * samples.outputs
+        loss = loss_named(self._own.functions.loss if ":" in self.loss else self.loss, weights)
+        clip = config.optimizer.clip or None
+        for place, count in enumerate([micro_batches[0], *micro_batches]):
+            run.actions, run.passes = [], []
+            x, y = (facts.on(stage) for facts in batch)
+            if config.data.sequence is not None:
+                x.labels_below = y.labels_below = samples.outputs
+            train_step(network, optimizer, loss, [(x, y)] * count, clip, scale=scale)
+            finish_all(dry)
+            if not place:
+                continue
+            flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
+            received = sum(action.received for action in run.actions if action.what == "begin")
+            held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
+            if config.training.checkpoint_in_background and config.network.on_host:
+                matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
+                held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
+            kinds = network._kinds_of_ranks() if isinstance(network, Pipeline) else ()
+            yield Step(run.actions, held, flop, received, run.passes, kinds)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Return the inputs and the targets of a micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
 from ...layout import PIPE, SEQ, ULYSSES, GridShape
-from ...model.candidates import FAMILIES, Candidate, Ranking, preset_of
+from ...model.candidates import FAMILIES, SLOWER, Candidate, Ranking, preset_of
 from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
@@ -85,7 +86,7 @@ def rank_training(
     also         grids to simulate besides the others
     tell         a function that is called with (number of grids done, number of grids, "grids")
 
-    A rough simulation (`ScaledStep`) selects the grids. All other grids are not mentioned in the result. A preset is
+    A rough simulation (`ScaledStep`) selects the grids. `Ranking.unpriced` counts the other grids. A preset is
     preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
 
     Raises GridError if the step fits on no grid; the message contains the memory and a number of ranks that is enough.
@@ -205,7 +206,7 @@ class _Planner:
         self.steps = steps
         self.longer, self.activations, self.recompute = longer, activations, recompute
         self.config, self.micro_batches = steps.config, steps.micro_batches
-        self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)})
+        self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)}, reverse=True)
 
     @cached_property
     def one(self) -> Costs:
@@ -224,11 +225,12 @@ class _Planner:
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
         every = [grid for grid in possible if grid not in idle]
         chosen = order = every
+        left_out = set[GridShape]()
         if not grids:
             order = sorted(every, key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
             presets = [grid for name in FAMILIES for grid in [each for each in order if preset_of(each) == name][:1]]
             staged, shared = [each for each in order if each.stages > 1], [each for each in order if _sharing(each) > 1]
-            left_out = {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
+            left_out |= {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
             order = [grid for grid in order if grid not in left_out]
             first = order[: max(top, actions // len(self.rough.step.actions))]
             chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
@@ -245,9 +247,18 @@ class _Planner:
         if all(each.why_not for each in tried):
             raise GridError(self._nothing_fits(dropped))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
-        return Ranking(
-            self._what(), self.ranks, ordered, dropped, self.one.flop, self.config.precision.compute, len(possible)
-        )
+        priced = {each.grid for each in tried}
+        unpriced = Counter(self._why_unpriced(grid, left_out) for grid in every if grid not in priced)
+        considered, dtype = len({*possible, *priced}), self.config.precision.compute
+        return Ranking(self._what(), self.ranks, ordered, dropped, self.one.flop, dtype, considered, unpriced)
+
+    def _why_unpriced(self, grid: GridShape, left_out: Collection[GridShape]) -> str:
+        """Return the reason why a grid was not simulated. left_out: grids with an axis of which only few are."""
+        if self._held(grid) > self.limit:
+            return "too much memory by a rough estimate, not priced"
+        if grid in left_out:
+            return f"with pipe or seq, slower than {LONGER} such grids by a rough estimate, not priced"
+        return SLOWER
 
     def _idle(self, grid: GridShape) -> str:
         """Return the reason why ranks of the grid have no work; "" if all have work."""
@@ -303,7 +314,7 @@ class _Planner:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                some = steps.of_micro_batches(self.shown[0]).of_blocks(min(steps.blocks, 2 * FEW))
+                some = steps.of_micro_batches(self.shown[-1]).of_blocks(min(steps.blocks, 2 * FEW))
                 more, twice = (each.of(small, node) for each in (some, some.of_rows(2 * some.rows)))
                 few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
                 times, work = max(0.0, steps.blocks / FEW - 2), more.memory["work"]
@@ -346,17 +357,14 @@ class _Planner:
     def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
         """Return the costs of a step, extrapolated from steps of few micro-batches and networks of few blocks."""
 
-        def of_shown(micro_batches: int, blocks: int) -> Costs:
-            some = steps.of_micro_batches(micro_batches).of_blocks(blocks)
-            step = some.of(grid, self.machine.ranks_per_node)
-            terms = terms_of(simulate(tasks(step.actions, self.machine, groups)))
-            return Costs(terms, step.memory, step.received, step.flop)
-
         def of_blocks(blocks: int) -> Costs:
-            costs = [of_shown(number, blocks) for number in self.shown]
-            all_of_them = costs[-1].further(costs[0], self.micro_batches - self.shown[-1])
-            batches = costs[-1].memory["batches"] / self.shown[-1] * self.micro_batches
-            return all_of_them._replace(memory={**costs[-1].memory, "batches": batches})
+            costs = list[Costs]()
+            for step in steps.of_blocks(blocks).each_of(grid, self.machine.ranks_per_node, 0, self.shown):
+                terms = terms_of(simulate(tasks(step.actions, self.machine, groups)))
+                costs.append(Costs(terms, step.memory, step.received, step.flop))
+            all_of_them = costs[0].further(costs[-1], self.micro_batches - self.shown[0])
+            batches = costs[0].memory["batches"] / self.shown[0] * self.micro_batches
+            return all_of_them._replace(memory={**costs[0].memory, "batches": batches})
 
         every = steps.config.network.recompute
         few = every if isinstance(every, int) and every > FEW else FEW  # one of them is recomputed
@@ -367,7 +375,7 @@ class _Planner:
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         candidates = list[Candidate]()
         try:
-            for each in staged_candidates(steps, grid, self.machine, groups):
+            for each in staged_candidates(steps, grid, self.machine, groups, self.limit):
                 candidates.append(each)
         except Pmm3dError as error:
             if not candidates:

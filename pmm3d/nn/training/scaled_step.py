@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ...action import UPDATE, Action
+from ...action import UPDATE
 from ...layout import AXES, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
@@ -23,26 +23,27 @@ class ScaledStep:
 
     def __init__(self, small: GridShape, step: Step, activations: float, machine: Machine, run: int | None):
         self.small, self.step, self.activations, self.machine, self.run = small, step, activations, machine, run
+        self._scaled = [replace(action) for action in step.actions]
+        """Actions with the sizes of the grid that was priced last."""
 
     def seconds(self, grid: GridShape) -> float:
-        (x, y, z, data), updates, actions = self._shares(grid), False, list[Action]()
-        for action in self.step.actions:
+        (x, y, z, data), updates = self._shares(grid), False
+        for action, scaled in zip(self.step.actions, self._scaled):
             updates = updates or action.operation == "norm" or action.operation.startswith(UPDATE)  # all later ones too
             rows = z if updates else z * data
             if action.what == "gemm":
                 m, n, k = (y, x, rows) if action.form == "tn" else (rows, x, y)
-                action = replace(action, m=ceil(m * action.m), n=ceil(n * action.n), k=ceil(k * action.k))
+                scaled.m, scaled.n, scaled.k = ceil(m * action.m), ceil(n * action.n), ceil(k * action.k)
             elif action.what == "pass":
                 part = x * y * z if updates else rows * (x + y) / 2
-                action = replace(action, nbytes=round(part * action.nbytes))
+                scaled.nbytes = round(part * action.nbytes)
             elif action.what == "begin" and action.axis in AXES:
                 size = getattr(grid, action.axis)
                 part = {"x": y * rows, "y": x * rows, "z": x * y, "data": x * y * z}[action.axis]
                 part *= 2 * (size - 1) / size
-                action = replace(action, sent=round(part * action.sent), received=round(part * action.received))
-            actions.append(action)
+                scaled.sent, scaled.received = round(part * action.sent), round(part * action.received)
         groups = groups_of(grid, self.machine.ranks_per_node, self.run)
-        return simulate(tasks(actions, self.machine, groups)).seconds
+        return simulate(tasks(self._scaled, self.machine, groups)).seconds
 
     def held(self, grid: GridShape) -> float:
         """Return bytes on a rank: weights, gradients, states of the optimizer and copies for a checkpoint; activations;

@@ -64,29 +64,34 @@ def gpt_command(
     ] = False,
     min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. Default: 1.")] = None,
     memory: options.Memory = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Tokens of the whole training, as in 1e12: the days that it takes are printed.")
+    ] = None,
     top: options.Top = 10,
+    wide: options.Wide = False,
     json: options.Json = None,
     plot: options.Plot = None,
 ) -> None:
     """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
 
-    Sharded activations and recomputation are chosen together with the grid. Grids that do not fit the memory are
-    dropped, and the reason is printed. --terms axonn predicts no memory. No MPI is used.
+    Sharded activations and recomputation are chosen together with the grid. Grids that are not shown are counted by
+    reason. Tokens a second are those of the first choice. --terms axonn predicts no memory. No MPI is used.
 
     [bold]Examples[/]
 
     pmm3d plan gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
-    More options: --machine frontier; --micro-batches 8 for pipelines; --terms axonn --powers-of-two for the published
-    model.
+    More options: --machine frontier; --micro-batches 8 for pipelines; --tokens 3e11 for the days of a training;
+    --terms axonn --powers-of-two for the published model.
     """
     from .ranking import check_outputs, print_plan, tell, write_plan
 
     check_outputs(json, plot)
+    options.check_amount("--tokens", tokens)
     axonn = terms is Terms.AXONN
     _check_terms(
         axonn,
-        {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory},
+        {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory, "--tokens": tokens},
         {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor},
     )
     model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
@@ -101,7 +106,7 @@ def gpt_command(
         ranking = rank_by_axonn(
             model, ranks, chosen.machine.axonn, powers_of_two=powers_of_two, min_tensor=min_tensor or 1, order=axes
         )
-        print_plan(chosen, ranking, top, "of collectives in a step", sections=("axonn",), whole=False)
+        print_plan(chosen, ranking, top, "of collectives in a step", wide=wide, sections=("axonn",), whole=False)
         tell(
             f"The five terms of AxoNN's authors, ranks along {', '.join(axes)}: collectives of the fully "
             "connected layers alone, without computation, latency and overlap"
@@ -117,7 +122,8 @@ def gpt_command(
             ranking = training.ranking(
                 ranks, top=max(top, TOP), activations=("replicated", "sharded"), recompute=("none", "full"), tell=told
             )
-        print_plan(chosen, ranking, top, "a step")
+        print_plan(chosen, ranking, top, "a step", memory=memory, wide=wide)
+        tell(*training.in_words(ranking.candidates[0], tokens))
     write_plan(chosen, ranking, top, json, plot)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from ...errors import Pmm3dError
 from ...model.environment import Settings
 from ...model.machines import Machine, assumed_machines, load
-from ...text import counted
+from ...text import counted, in_bytes, in_flops
 from ..ranks import MOST_BYTES, MOST_RANKS, size
 
 Ranks = Annotated[int, size(1, "Number of ranks of the job.", MOST_RANKS)]
@@ -24,6 +26,9 @@ MachineName = Annotated[
 RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
 Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
 Top = Annotated[int, size(1, "Number of grids to show.")]
+Wide = Annotated[
+    bool, typer.Option("--wide", help="Print all columns in one table, also if the lines are longer than the terminal.")
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
 
@@ -33,17 +38,28 @@ SECTIONS = "gemm", "passes", "collectives", "laws", "memory"
 
 
 class Chosen(NamedTuple):
-    """A machine, and the reason why it was chosen."""
+    """A machine, the reason why it was chosen, and its number of ranks on a node, if --ranks-per-node changes it."""
 
     machine: Machine
     why: str
+    own_ranks: int = 0
 
     def lines(self, dtype: str, sections: tuple[str, ...] = SECTIONS) -> list[str]:
         """Return lines about the sources of these sections. dtype: of the GEMMs; "" if GEMMs are not used."""
         machine = self.machine
         lines = [f"Machine {machine.name} ({self.why}), {counted(machine.ranks_per_node, 'rank')} a node"]
-        if dtype and (other := machine.stands_for(dtype)) != dtype:
+        if self.own_ranks:
+            lines.append(
+                f"  --ranks-per-node {machine.ranks_per_node}: the file of {machine.name} has {self.own_ranks}. The "
+                "rates and the memory of a rank do not change"
+            )
+        other = machine.stands_for(dtype) if dtype else ""
+        if other != dtype:
             lines.append(f"  {dtype}: not known, priced as {other}")
+        if peak := machine.peak.get(dtype, machine.peak.get(other, 0.0)):
+            core = ", as a CPU core" * (machine.name == NOMINAL)
+            held = f"{in_bytes(machine.memory)} of memory" if machine.memory else "memory without a known limit"
+            lines.append(f"  a rank: at most {in_flops(peak)} in {dtype}{core}; {held}")
         return lines + [
             f"  {section}: {machine.sources[section]}" for section in sections if section in machine.sources
         ]
@@ -60,9 +76,17 @@ def chosen_machine(asked: str | None, ranks: int, ranks_per_node: int | None) ->
         found = Chosen(load(name), f"{why}; figures assumed, not measured" if name in assumed_machines() else why)
     else:
         found = _measured(ranks, ranks_per_node)
-    if ranks_per_node is not None:
-        found = found._replace(machine=found.machine.with_ranks_per_node(ranks_per_node))
+    own = found.machine.ranks_per_node
+    if ranks_per_node is not None and ranks_per_node != own:
+        changed = found.machine.with_ranks_per_node(ranks_per_node)
+        found = Chosen(changed, found.why, own if found.machine.name != NOMINAL else 0)
     return found
+
+
+def check_amount(name: str, amount: float | None) -> None:
+    """Raise Pmm3dError unless a number of tokens or rows is positive."""
+    if amount is not None and not (isfinite(amount) and amount >= 1):
+        raise Pmm3dError(f"{name} must be at least 1, got {amount:g}")
 
 
 def _measured(ranks: int, ranks_per_node: int | None) -> Chosen:

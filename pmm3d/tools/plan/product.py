@@ -27,13 +27,14 @@ def product_command(
     ranks_per_node: options.RanksPerNode = None,
     memory: options.Memory = None,
     top: options.Top = 10,
+    wide: options.Wide = False,
     json: options.Json = None,
     plot: options.Plot = None,
 ) -> None:
     """Rank the grids for a product C (m, n) = A (m, k) B by time, before a job is submitted.
 
-    Grids that do not fit the memory are dropped, and the reason is printed. The tables show the time of each term, the
-    share of peak and the memory of the fullest rank, for the best grids and for fsdp and megatron. No MPI is used.
+    The tables show the time with its largest terms, the share of peak, and the memory of the fullest rank and of a
+    node, for the best grids and for fsdp and megatron. Grids that are not shown are counted by reason. No MPI is used.
 
     [bold]Examples[/]
 
@@ -48,5 +49,5 @@ def product_command(
     chosen = options.chosen_machine(machine, ranks, ranks_per_node)
     with bar("plan product"):
         ranking = rank_products((m, n, k), ranks, dtype.value, chosen.machine, limit=memory, top=top)
-    print_plan(chosen, ranking, top, "a product", product=(m, n, k))
+    print_plan(chosen, ranking, top, "a product", memory=memory, wide=wide, product=(m, n, k))
     write_plan(chosen, ranking, top, json, plot)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from ...model.candidates import FAMILIES, Candidate, Ranking
+from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking, cause_of
+from ...model.machines import Machine
 from ...model.ranking import lower_bound
 from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time
 from ..output import FigureTable, check_writable, say_written, write_json
@@ -18,8 +20,6 @@ from .options import SECTIONS, Chosen
 
 TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "ulysses", "data", "pipe", "all")
 """Order of the columns of terms. Other terms follow."""
-MOST_REASONS = 3
-"""Largest number of dropped grids that are listed, besides presets."""
 ALIKE = 0.0005
 """Relative difference below which two times are called equal."""
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
@@ -27,6 +27,12 @@ ENOUGH = 10
 """The unit of a table is the largest of which the best time is at least this many."""
 LEAST_SHARE = 0.01
 """Smallest printed percentage of peak."""
+REST = "rest"
+"""Column of the sum of the terms, or of the kinds of memory, that have no column of their own."""
+UNBOUNDED = 10_000
+"""Width of tables with --wide, in columns of the terminal."""
+WORDS = {"sharded": "sharded", "full": "recompute", "replicated": "", "none": ""}
+"""Values of chosen settings in the table. Numbers are blocks between recomputed ones."""
 
 
 class Shown(NamedTuple):
@@ -68,25 +74,33 @@ def print_plan(
     top: int,
     unit: str,
     *,
+    memory: int | None = None,
+    wide: bool = False,
     product: tuple[int, int, int] | None = None,
     sections: tuple[str, ...] = SECTIONS,
     whole: bool = True,
 ) -> None:
-    """Print the machine, the tables, the dropped grids and the choice.
+    """Print the machine, the tables, the numbers of grids that are not shown, and the choice.
 
     unit      noun after the seconds, such as "a step"
+    memory    limit of the bytes on a rank. Default: the machine's
+    wide      whether tables have all columns, also if they do not fit the terminal
     product   m, n, k of a product
     sections  sections of the machine whose sources are printed
     whole     whether the seconds include computation, so that the share of peak is known
     """
     machine, dtype, shown = chosen.machine, ranking.dtype, shown_of(ranking, top)
     peak = machine.peak.get(dtype, machine.peak.get(machine.stands_for(dtype), 0.0)) if whole else 0.0
+    limit = machine.memory if memory is None else memory
     tell(*chosen.lines(dtype if whole else "", sections))
-    screen = console(sys.stdout)
-    for table in (_times(ranking, shown, peak, product), *_memory(shown)):
-        screen.print()
-        screen.print(table)
-    tell(*dropped_lines(ranking), choice(ranking, unit))
+    screen = console(sys.stdout, UNBOUNDED if wide else None)
+    columns = [_times(ranking, shown, peak, product), *_memory(machine, limit, ranking, shown)]
+    tables = [each.table(wide, screen.width) for each in columns]
+    screen.print()
+    screen.print(*tables)
+    if any(REST in table.names for table in tables):
+        tell(f"{REST}: the sum of the columns that do not fit; --wide prints all")
+    tell(*hidden_lines(ranking, shown), choice(ranking, unit, machine.ranks_per_node, limit))
 
 
 def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, drawn: Path | None) -> None:
@@ -114,32 +128,52 @@ def as_json(ranking: Ranking) -> list[dict[str, Any]]:
     ]
 
 
-def dropped_lines(ranking: Ranking) -> Iterator[str]:
-    """Yield the number of dropped grids and some of the reasons: the grid of least memory of each preset that has no
-    candidate, and the first few of the rest."""
-    if not ranking.dropped:
+def hidden_lines(ranking: Ranking, shown: Shown) -> Iterator[str]:
+    """Yield why grids are not shown: for each reason the number of grids, and of dropped grids an example. Examples are
+    the grids of least memory of the presets that have no candidate, or else the first grid. The numbers and the shown
+    grids add up to all grids."""
+    priced, unpriced = ranking.not_among(shown.all), ranking.without_price()
+    number = len({each.grid for each in shown.all})
+    if not priced and not unpriced:
         return
-    yield f"{len(ranking.dropped):,} of {counted(ranking.considered, 'grid')} dropped:"
+    yield f"Shown: {number:,} of {counted(ranking.considered, 'grid')}. The others:"
     ranked = {candidate.preset for candidate in ranking.candidates}
-    for preset in FAMILIES:
-        if preset not in ranked and (of_it := [dropped for dropped in ranking.dropped if dropped.preset == preset]):
-            yield _dropped(min(of_it, key=lambda dropped: (not dropped.memory, sum(dropped.memory.values()))))
-    for dropped in [dropped for dropped in ranking.dropped if dropped.preset in ("", *ranked)][:MOST_REASONS]:
-        yield _dropped(dropped)
+    for cause, some in priced.items():
+        yield f"  {len(some):,}: {cause}" + f" (--top {len(ranking.candidates)} shows them)" * (cause == LOWER)
+        if cause != LOWER:
+            lost = [
+                dropped for dropped in ranking.dropped if dropped.preset not in ranked and cause_of(dropped) == cause
+            ]
+            of_each = {
+                dropped.preset: dropped for dropped in sorted(lost, key=_bytes_of, reverse=True) if dropped.preset
+            }
+            yield from map(_dropped, [of_each[name] for name in FAMILIES if name in of_each] or some[:1])
+    for cause, count in unpriced.items():
+        yield f"  {count:,}: {cause}"
+
+
+def _bytes_of(candidate: Candidate) -> int:
+    return sum(candidate.memory.values())
 
 
 def _dropped(candidate: Candidate) -> str:
     preset = f" {candidate.preset}" if candidate.preset else ""
-    return f"  {candidate.grid}{preset}: {candidate.why_not}"
+    return f"    {candidate.grid}{preset}: {candidate.why_not}"
 
 
-def choice(ranking: Ranking, unit: str) -> str:
-    """Return a sentence that compares the best candidate with the next and the best preset. unit: see `print_plan`."""
+def choice(ranking: Ranking, unit: str, ranks_per_node: int, limit: int) -> str:
+    """Return a sentence that compares the best candidate with the next and the best preset.
+
+    unit    see `print_plan`
+    limit   bytes of memory of a rank; 0: unknown
+    """
     first, *others = ranking.candidates
     text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
     text += f", {in_time(first.seconds)} {unit}"
-    if held := sum(first.memory.values()):
-        text += f", {in_bytes(held)} on the fullest rank"
+    if held := _bytes_of(first):
+        node = min(ranks_per_node, ranking.ranks)
+        text += f", {in_bytes(held)} on the fullest rank, {in_bytes(node * held)} on a node of {node} such ranks"
+        text += f", which has {in_bytes(node * limit)}" * (limit > 0)
     if others:
         text += f"; the runner-up, {others[0]}, takes {_more(others[0], first)}"
     preset = next((candidate for candidate in ranking.candidates if candidate.preset), None)
@@ -157,56 +191,112 @@ def _more(candidate: Candidate, first: Candidate) -> str:
     return f"{100 * (ratio - 1):.2g}% longer" if ratio < 2 else f"{ratio:.3g} times as long"
 
 
-def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> FigureTable:
+@dataclass
+class _Columns:
+    """Columns of a table of candidates.
+
+    keys     whether the table names settings and presets, besides the grids
+    figures  heading -> text of a candidate
+    parts    heading -> value of a candidate, in the unit of the table. They add up to a column of `figures`, so some
+             can be replaced by their sum
+    text     text of a value
+    """
+
+    title: str
+    ranking: Ranking
+    shown: Shown
+    keys: bool
+    figures: dict[str, Callable[[Candidate], str]]
+    parts: dict[str, Callable[[Candidate], float]]
+    text: Callable[[float], str]
+
+    def table(self, wide: bool, width: int) -> FigureTable:
+        """Return the table with all columns, or with those of the largest parts that fit the width."""
+        parts = dict(self.parts)
+        found = self._table(wide, parts)
+        while not wide and not found.fits(width) and len(parts) > 1:
+            others = [name for name in parts if name != REST]
+            least = sorted(others, key=self._largest)[: 1 if REST in parts else 2]
+            rest = [parts.pop(name) for name in [*least, *([REST] if REST in parts else [])]]
+            parts[REST] = lambda candidate, rest=tuple(rest): sum(of(candidate) for of in rest)  # type: ignore[misc]
+            found = self._table(wide, parts)
+        return found
+
+    def _largest(self, name: str) -> float:
+        return max(self.parts[name](candidate) for candidate in self.shown.all)
+
+    def _table(self, wide: bool, parts: Mapping[str, Callable[[Candidate], float]]) -> FigureTable:
+        """Return the table with a row for each candidate. A rule separates the presets."""
+        keys = self._keys(wide)
+        table = FigureTable(self.title, ["", *keys, *self.figures, *parts], keys=1 + len(keys))
+        for row, candidate in enumerate(self.shown.all):
+            figures = [of(candidate) for of in self.figures.values()]
+            figures += [self.text(of(candidate)) for of in parts.values()]
+            place = self.ranking.candidates.index(candidate) + 1
+            cells = [str(place), *(of(candidate) for of in keys.values()), *figures]
+            table.add_row(*cells, end_section=row + 1 == len(self.shown.best))
+        return table
+
+    def _keys(self, wide: bool) -> dict[str, Callable[[Candidate], str]]:
+        """Return the columns that name a row. With wide, each setting has a column of its own."""
+        found: dict[str, Callable[[Candidate], str]] = {"grid": lambda candidate: str(candidate.grid)}
+        if wide:
+            found["schedule"] = lambda candidate: candidate.schedule
+            for name in names(candidate.settings for candidate in self.shown.all):
+                found[name] = lambda candidate, name=name: str(candidate.settings.get(name, ""))  # type: ignore[misc]
+        elif self.keys:
+            found["settings"] = _settings
+        if wide or self.keys:
+            found["preset"] = lambda candidate: candidate.preset
+        return {head: of for head, of in found.items() if any(map(of, self.shown.all))}
+
+
+def _settings(candidate: Candidate) -> str:
+    """Return the schedule and the settings that are not off, in short."""
+    words = [WORDS.get(str(value), f"recompute {value}") for value in candidate.settings.values()]
+    return " ".join(filter(None, [candidate.schedule, *words]))
+
+
+def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> _Columns:
     """Return the table of times: time, share of peak, bytes over the lower bound, and each term."""
     best = shown.all[0].seconds
     scale, unit = next((each for each in UNITS if best >= ENOUGH * each[0]), UNITS[-1])
     decimals = decimals_of(best / scale)
-    columns: dict[str, Callable[[Candidate], str]] = {
+    figures: dict[str, Callable[[Candidate], str]] = {
         unit: lambda candidate: figure(candidate.seconds / scale, decimals)
     }
     if peak:
-        columns["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
+        figures["peak %"] = lambda candidate: _share(100 * ranking.share_of_peak(candidate, peak))
     if product is not None and (bound := lower_bound(product, ranking.ranks, ranking.dtype)):
-        columns["bytes over bound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
-    for term in names((candidate.terms for candidate in shown.all), TERMS):
-        columns[term] = lambda candidate, term=term: (  # type: ignore[misc]
-            figure(candidate.terms.get(term, 0.0) / scale, decimals)
-        )
-    what = ranking.what[0].upper() + ranking.what[1:]
-    return _table(f"[bold]{what} on {counted(ranking.ranks, 'rank')}, time in {unit}[/]", columns, shown)
+        figures["bytes over bound"] = lambda candidate: f"{candidate.bytes / bound:.2f}"
+    parts: dict[str, Callable[[Candidate], float]] = {
+        term: lambda candidate, term=term: candidate.terms.get(term, 0.0) / scale  # type: ignore[misc]
+        for term in names((candidate.terms for candidate in shown.all), TERMS)
+    }
+    title = f"[bold]{ranking.what[0].upper()}{ranking.what[1:]} on {counted(ranking.ranks, 'rank')}, time in {unit}[/]"
+    return _Columns(title, ranking, shown, True, figures, parts, lambda value: figure(value, decimals))
 
 
-def _memory(shown: Shown) -> Iterator[FigureTable]:
-    """Yield the table of bytes of each kind, in one unit, if they are known."""
-    most = max(sum(candidate.memory.values()) for candidate in shown.all)
+def _memory(machine: Machine, limit: int, ranking: Ranking, shown: Shown) -> Iterator[_Columns]:
+    """Yield the table of bytes on a rank, on a node, and of each kind, in one unit, if they are known."""
+    most = max(map(_bytes_of, shown.all))
     if not most:
         return
     unit = in_bytes(most).split()[1]
     scale = 1024 ** BYTE_UNITS.index(unit)
     decimals = decimals_of(most / scale)
-    columns: dict[str, Callable[[Candidate], str]] = {
-        "all": lambda candidate: _amount(sum(candidate.memory.values()) / scale, decimals)
+    number = min(machine.ranks_per_node, ranking.ranks)
+    figures: dict[str, Callable[[Candidate], str]] = {
+        "rank": lambda candidate: _amount(_bytes_of(candidate) / scale, decimals),
+        "node": lambda candidate: _amount(number * _bytes_of(candidate) / scale, decimals_of(number * most / scale)),
     }
-    for kind in names(candidate.memory for candidate in shown.all):
-        columns[kind] = lambda candidate, kind=kind: (  # type: ignore[misc]
-            _amount(candidate.memory.get(kind, 0) / scale, decimals)
-        )
-    yield _table(f"[bold]Memory of the fullest rank, in {unit}[/]", columns, shown)
-
-
-def _table(title: str, columns: dict[str, Callable[[Candidate], str]], shown: Shown) -> FigureTable:
-    """Return a table with a row for each candidate. A rule separates the presets."""
-    schedules = ["schedule"] * any(candidate.schedule for candidate in shown.all)
-    settings = names(candidate.settings for candidate in shown.all)
-    heads = ["grid", *schedules, *settings, "preset"]
-    table = FigureTable(title, ["", *heads, *columns], keys=1 + len(heads))
-    for place, candidate in enumerate(shown.all, 1):
-        figures = [of(candidate) for of in columns.values()]
-        facts = {**vars(candidate), **candidate.settings}
-        keys = [str(place) if place <= len(shown.best) else "", *(str(facts.get(head, "")) for head in heads)]
-        table.add_row(*keys, *figures, end_section=place == len(shown.best))
-    return table
+    parts: dict[str, Callable[[Candidate], float]] = {
+        kind: lambda candidate, kind=kind: candidate.memory.get(kind, 0) / scale  # type: ignore[misc]
+        for kind in names(candidate.memory for candidate in shown.all)
+    }
+    room = f", which has {in_bytes(number * limit)}" * (limit > 0)
+    title = f"[bold]Memory in {unit}: the fullest rank; a node of {counted(number, 'such rank')}{room}[/]"
+    yield _Columns(title, ranking, shown, False, figures, parts, lambda value: _amount(value, decimals))
 
 
 def names(rows: Iterable[Iterable[str]], order: Sequence[str] = ()) -> list[str]:

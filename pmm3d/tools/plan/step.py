@@ -22,7 +22,7 @@ from ...model.simulation.replay import seconds_of, tasks
 from ...nn.training.config import Config
 from ...nn.training.planning import dry_steps, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
-from ...text import counted, in_bytes, milliseconds
+from ...text import counted, in_bytes, in_time, milliseconds
 from ..output import FigureTable
 from ..terminal import console
 
@@ -93,11 +93,16 @@ class Training:
             data = -(-ranks // self.machine.ranks_per_node)
         return cast(GridShape, chosen_shape(name, data or 1, axes, ranks, None, "float32", None))
 
-    def in_words(self, step: Candidate) -> list[str]:
-        """Return sentences about a step: rows per second, the effect of the noise, and `warning`."""
+    def in_words(self, step: Candidate, amount: float | None = None) -> list[str]:
+        """Return sentences about a step: rows per second, the effect of the noise, and `warning`.
+
+        amount   rows, or tokens, of the whole training, whose time is added
+        """
         tokens, batch = self.config.data.sequence, self.config.data.batch_size
-        rate = batch * (tokens or 1) / (self.seconds(step) or 1.0)
-        text = f"{rate:,.0f} {'tokens' if tokens else 'rows'} a second"
+        rate, noun = batch * (tokens or 1) / (self.seconds(step) or 1.0), "tokens" if tokens else "rows"
+        text = f"{rate:,.0f} {noun} a second"
+        if amount:
+            text += f": {amount:,.0f} {noun} take {in_time(amount / rate)}"
         if self.noise:
             text += (
                 f". With a noise of {self.noise:.3g} the slowest of {counted(step.grid.size, 'rank')} ends a step "

@@ -83,16 +83,25 @@ def train_command(
         ),
     ] = None,
     write_seconds: Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")] = None,
+    samples: Annotated[
+        float | None,
+        typer.Option(
+            "--samples",
+            "--tokens",
+            help="Rows of the whole training, or tokens if the data are tokens: the time that it takes is printed.",
+        ),
+    ] = None,
     top: options.Top = 10,
+    wide: options.Wide = False,
     json: options.Json = None,
     plot: options.Plot = None,
 ) -> None:
     """Rank the grids for a training by the simulated time of a step, before a job is submitted.
 
-    The step is a dry run of the training program, with the times of the machine. The tables show the time of each term,
-    the share of peak and the memory of the fullest rank, for the best grids and for a grid of each family: ddp, fsdp,
-    hsdp, megatron; for transformers also megatron+sp, cp, 3d, 4d, 5d. Grids that do not fit the memory are dropped, and
-    the reason is printed. No MPI is used.
+    The step is a dry run of the training program, with the times of the machine. The tables show the time with its
+    largest terms, the share of peak, and the memory of the fullest rank and of a node, for the best grids and for a
+    grid of each family: ddp, fsdp, hsdp, megatron; for transformers also megatron+sp, cp, 3d, 4d, 5d. Grids that are
+    not shown are counted by reason. No MPI is used.
 
     [bold]Examples[/]
 
@@ -115,6 +124,7 @@ def train_command(
 
     check_outputs(json, plot, trace)
     check_mtbf(mtbf, write_seconds)
+    options.check_amount("--samples", samples)
     if beside is not None and trace is None:
         raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
     if data is not None and grid in (None, AUTO):
@@ -133,8 +143,8 @@ def train_command(
         best = ranking.candidates[0]
         first = FirstRank.of(training, best.grid) if trace or (grid and best.grid.stages == 1) else None
     written: dict[str, Any] = {"grids": as_json(ranking)}
-    notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best)]
-    print_plan(chosen, ranking, top, "a step")
+    notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best, samples)]
+    print_plan(chosen, ranking, top, "a step", memory=memory, wide=wide)
     tell(*notes)
     if grid and first is not None:
         print_first_rank(first)

@@ -14,10 +14,12 @@ from pmm3d.model.machines import groups_of
 from pmm3d.model.machines.reading import load
 from pmm3d.nn import Pipeline
 from pmm3d.nn.pipeline import schedule_of
+from pmm3d.nn.training import plan_stages
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.plan_stages import SCHEDULES, staged_candidates
 from pmm3d.nn.training.planning import pipes_of, rank_training
+from pmm3d.nn.training.samples import SampleSizes
 from pmm3d.tools.commands import app
 
 NOMINAL, SAMPLES = load("nominal"), (48, 32)
@@ -86,6 +88,36 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
     monkeypatch.setattr(Pipeline, "_kinds_of_ranks", lambda self: [*range(5)])
     of_all, every = found()
     assert (few, every) == (3, 5) and of_kinds == of_all
+
+
+def test_few_blocks_are_run_of_a_deep_transformer(monkeypatch):
+    """Even of twice the depth. Schedules that are left out are slower, and the others cost what they cost if all blocks
+    are run."""
+    grid, groups, run, blocks = GridShape(1, 1, 2, pipe=2), groups_of(GridShape(1, 1, 2, pipe=2), 2), DrySteps.of, []
+    monkeypatch.setattr(DrySteps, "of", lambda self, *given: (blocks.append(self.blocks), run(self, *given))[1])
+
+    def found(layers):
+        blocks.clear()
+        asked = checked(
+            {
+                "data": {"file": "none.h5", "sequence": 16, "batch_size": 16},
+                "network": {"kind": "gpt", "layers": layers, "hidden": 32, "heads": 2, "library": "torch"},
+                "grid": {"micro_batches": 4},
+            }
+        )
+        steps = DrySteps(asked, SampleSizes(1, 32, True), keep=2**40)
+        return {each.schedule: each for each in staged_candidates(steps, grid, NOMINAL, groups)}, sum(blocks)
+
+    (few, number), (_, of_deeper) = found(24), found(48)
+    monkeypatch.setattr(plan_stages, "WORTH", 0.0)
+    every, of_whole = found(24)
+    assert number < of_whole / 2 and of_deeper < of_whole
+    best = min(every, key=lambda name: every[name].seconds)
+    assert best in few and [*every] == [*SCHEDULES]
+    for name, each in few.items():
+        assert each.seconds == pytest.approx(every[name].seconds, rel=1e-6)
+        assert each.memory == pytest.approx(every[name].memory, rel=1e-2)
+        assert each.bytes == pytest.approx(every[name].bytes, rel=1e-6)
 
 
 def test_stages_are_alike_only_if_they_compute_the_same():
@@ -175,4 +207,4 @@ def test_plan_train_shows_and_writes_the_schedules(tmp_path):
     staged = [each for each in written if each["schedule"]]
     assert staged and all(each["grid"]["pipe"] == 2 and each["terms"]["pipe"] > 0 for each in staged)
     assert not any("pipe" in each["grid"] for each in written if not each["schedule"])
-    assert "schedule" in done.output and f"(pipe 2) {staged[0]['schedule']}" in done.output.replace("  ", " ")
+    assert "settings" in done.output and f"(pipe 2) {staged[0]['schedule']}" in done.output.replace("  ", " ")
