@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..errors import LayoutError, MemoryLimitError
-from ..layout import FIRST, GridShape, Layout, Placement
+from ..layout import GridShape, Layout, Placement
 from .move import ROUND_BYTES, Move
 from .node_map import FLAT, NodeMap
 from .plan import ROLES, Operand, ProductPlan, Roles, native
@@ -88,7 +88,7 @@ def plan_product(
     if any(shared):
         plan = replace(plan, shared=shared)
     if wanted > 1:
-        first = plan.on_rank(FIRST)
+        first = plan.first
         plan = replace(plan, panels=max(1, min(wanted, first.depth)) if first.a.apart or first.b.apart else 1)
     if moves := _moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)):
         plan = replace(plan, moves=moves)
@@ -211,7 +211,7 @@ def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     """Return the plan with the least number of panels, at least its own, that keeps the limit."""
     if plan.workspace <= limit:
         return plan
-    low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)
+    low, high = plan.panels, max(plan.panels, plan.first.depth)
     least = replace(plan, panels=high)
     if least.workspace > limit:
         raise MemoryLimitError(
