@@ -157,7 +157,7 @@ class ProductPlan:
     @cached_property
     def shared_work(self) -> int:
         """Bytes of work arrays in memory that ranks share, on the fullest rank."""
-        return self.first.shared_work
+        return self.first.shared_work if self.sums_in_place else 0
 
     @cached_property
     def copies(self) -> int:
@@ -278,7 +278,8 @@ class RankPlan:
     @cached_property
     def cuts(self) -> tuple[list[tuple[list[int], Slices]], ...]:
         """Results of `cut` for each panel of A and of B."""
-        return tuple([self.cut(part, panel) for panel in range(self.plan.panels)] for part in (self.a, self.b))
+        panels = range(self.plan.panels)
+        return [self.cut(self.a, panel) for panel in panels], [self.cut(self.b, panel) for panel in panels]
 
     @cached_property
     def c_counts(self) -> list[int]:
