@@ -277,9 +277,23 @@ Strided(here=9, there=22, length=2, times=1, step_here=0, step_there=0)]
             found.append(Strided(local, there, high - start))
         return found
 
+    def alike(self, other: Cyclic) -> bool:
+        """Whether each part of the other division has the same indices."""
+        period = self.block * self.parts
+        same = (self.size, self.block, self.parts, self.first) == (other.size, other.block, other.parts, other.first)
+        return same and (self.offset - other.offset) % period == 0
+
     def extent(self, part: int) -> int:
         """Number of indices of a part in the dim from its start to the end of this window: ScaLAPACK's NUMROC."""
-        whole, rest = divmod(self.offset + self.size, self.block)
+        return self._stored(part, self.offset + self.size)
+
+    def before(self, part: int) -> int:
+        """Number of indices of a part in the dim before this window."""
+        return self._stored(part, self.offset)
+
+    def _stored(self, part: int, stop: int) -> int:
+        """Return the number of indices of a part in the dim from its start to `stop`."""
+        whole, rest = divmod(stop, self.block)
         turns, left = divmod(whole, self.parts)
         position = (part - self.first) % self.parts
         return turns * self.block + (self.block if position < left else rest if position == left else 0)
@@ -359,7 +373,11 @@ def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> Shared
 1: [Strided(here=2, there=1, length=2, times=1, step_here=0, step_there=0)]}
     """
     found: Shared = {}
-    if isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
+    if isinstance(mine, Cyclic) and isinstance(others, Cyclic) and mine.alike(others):
+        start = mine.before(part)
+        if length := mine.extent(part) - start:
+            found[part] = [Strided(start, others.before(part), length)]
+    elif isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
         for run in others.within(0, mine.size):
             if shared := mine.shared(part, run):
                 found.setdefault(run.part, []).extend(shared)

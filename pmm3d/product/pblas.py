@@ -12,16 +12,19 @@ from ..arrays import Array, Slab, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
+from ..layout.foreign import Lines
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
-from .multiply import ProductRun, plan_for
+from .multiply import ProductRun, plan_for, run_gemm
 from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
+UNEVEN = 1.1
+"""Largest ratio of the GEMM of the largest part of C to that of a rank of the product's grid at which C stays."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
 
@@ -157,6 +160,33 @@ class Form(NamedTuple):
         return self.operations, sizes, parts, self.dtype
 
 
+    @property
+    def lines(self) -> tuple[Lines, Lines]:
+        """Rows of op(A) as those of C, and columns of op(B) as those of C: each process has what its part of C needs."""
+        (of_a, of_b), c, k = self.operations, self.parts[2], self.sizes[2]
+        return Lines(c, 0, 0 if of_a == "N" else 1, k), Lines(c, 1, 1 if of_b == "N" else 0, k)
+
+    def keeps_c(self, grid: GridShape) -> bool:
+        """Return whether each process multiplies its own part of C, and C is not moved.
+
+        `grid` is the grid of the product, to which A and B and from which C would be moved otherwise. C is kept if its
+        processes then receive at most as many elements, and if none has a much larger part of C than a rank of the
+        grid. Products that are faster on fewer ranks, and those whose work memory is limited, use the grid.
+        """
+        (m, n, k), (x, y, z), (rows, cols) = self.sizes, grid[:3], self.parts[2].process_grid
+        _, height, width = self.parts[2].most()
+        received = height * k * (1 - 1 / cols) + k * width * (1 - 1 / rows)
+        moved = (m * k + k * n + m * n) / grid.size
+        of_m, of_n, of_k = -(-m // x), -(-n // z), -(-k // y)  # C is computed as its transpose
+        gathered = of_m * of_k * (1 - 1 / z) + of_k * of_n * (1 - 1 / x) + of_m * of_n * (1 - 1 / y)
+        return (
+            self.max_workspace is None
+            and grid.size >= rows * cols
+            and height * width * k <= UNEVEN * of_m * of_n * of_k
+            and received <= moved + gathered
+        )
+
+
 class Call(NamedTuple):
     """Checked arguments of a call: the arrays of the tiles of A, B and C, and the factors."""
 
@@ -266,13 +296,19 @@ class PgemmPlan:
         placed = partial(_placed, form.parts, form.operations)
         moves = lambda shape: [*zip(form.parts, placed(shape))]
         self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, moves)
-        self._on_grid, self._active = placed(self.grid.shape, ranks), ranks[: self.grid.shape.size]
-        self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._on_grid)]
-        self._back = TileMove(self._base, self._on_grid[2], form.parts[2], dtype)
-        for move in (*self._coming, self._back):
+        self._keeps_c = form.keeps_c(self.grid.shape)
+        if self._keeps_c:
+            self._there: Sequence[Lines | Placement] = form.lines
+            self._active = [rank for rank in range(self._base.size) if self._there[0].tiles(rank)]
+        else:
+            self._there, self._active = placed(self.grid.shape, ranks), ranks[: self.grid.shape.size]
+        self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._there)]
+        self._back = [TileMove(self._base, *way, dtype) for way in zip(self._there[2:], form.parts[2:])]
+        moves = (*self._coming, *self._back)
+        for move in moves:
             if move.rounds > 1:
                 move.agree()
-        self.table_bytes = plan_bytes(self._base.size, max(move.rounds for move in (*self._coming, self._back)))
+        self.table_bytes = plan_bytes(self._base.size, max(move.rounds for move in moves))
         context._register(self)
 
     def _bind(self, alpha: complex | None) -> None:
@@ -280,20 +316,19 @@ class PgemmPlan:
         this alpha, if it is not None. May raise on this rank only."""
         dtype, grid = self._form.dtype, self.grid
         if self._needs_memory:
-            sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._on_grid]  # the same on all ranks
+            sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._there]  # the same on all ranks
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
-            slab = Slab(self._memory, self._library)
-            shapes = [there.layout.box(there.shape, grid.shape, grid.coords).shape for there in self._on_grid]
-            self._matrices = [
-                DistMatrix(grid, slab.array(shape[::-1], dtype).T, there.shape, there.layout, "F")
-                for shape, there in zip(shapes, self._on_grid)
-            ]
+            slab, rank = Slab(self._memory, self._library), self._base.rank
             self._arrays = [
-                [matrix.memory for _ in there.tiles(self._base.rank)]
-                for matrix, there in zip(self._matrices, self._on_grid)
+                [slab.array(shape[::-1], dtype).T for shape in there.local_shapes(rank)] for there in self._there
             ]
-            for moves in (self._coming, [self._back]):  # no rank then lacks work memory for the moves
+            if not self._keeps_c:
+                self._matrices = [
+                    DistMatrix(grid, *(arrays or [slab.array((0, 0), dtype).T]), there.shape, there.layout, "F")
+                    for arrays, there in zip(self._arrays, self._there)
+                ]
+            for moves in (self._coming, self._back):  # no rank then lacks work memory for the moves
                 with ExitStack() as work:
                     for move in moves:
                         work.enter_context(self._base.workspace.slab(move.work, self._library))
@@ -361,7 +396,7 @@ class PgemmPlan:
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
-        runs = multiplies and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
+        runs = multiplies and not self._keeps_c and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
         if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
@@ -395,12 +430,37 @@ class PgemmPlan:
     def _finish(self, call: Call) -> None:
         self._pending = None
         self._context._under_way.remove(self)
+        if self._keeps_c:
+            self._multiply_into(call)
+            return
         if call.alpha == 0:
             self._matrices[2].memory[...] = 0
         else:
             self._multiply(call.alpha)
         with self._base.ledger.phase("redistribute"):
-            self._back.start(self._library, self._arrays[2], call.c, call.beta).wait()
+            for move in self._back:
+                move.start(self._library, self._arrays[2], call.c, call.beta).wait()
+
+    def _multiply_into(self, call: Call) -> None:
+        """Compute C = alpha op(A) op(B) + beta C of the elements of C that this rank stores."""
+        rank, (of_a, of_b), library = self._base.rank, self._form.operations, self._library
+        for c, a, b in zip(call.c, *self._arrays):
+            a, b, c = _used(a, self._there[0], rank), _used(b, self._there[1], rank), _window(c, self._form.parts[2], rank)
+            gemm = partial(
+                library.gemm,
+                a if of_a == "N" else a.T,
+                b if of_b == "N" else b.T,
+                alpha=call.alpha,
+                work=self._base.workspace,
+                conjugated=(of_a == "C", of_b == "C"),
+            )
+            with self.grid.engine.guard:
+                try:
+                    run_gemm(self.grid, partial(gemm, c, beta=call.beta))
+                except ValueError:  # BLAS cannot write to this C: no dim has stride 1
+                    product = library.empty(tuple(c.shape)[::-1], self._form.dtype).T
+                    run_gemm(self.grid, partial(gemm, product, beta=0))
+                    c[...] = product if call.beta == 0 else product + call.beta * c
 
     def _multiply(self, alpha: complex) -> None:
         """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
@@ -454,6 +514,20 @@ class PgemmPlan:
     ) -> None:
         if self._pending is None or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
+
+
+def _used(array: Array, lines: Lines | Placement, rank: int) -> Array:
+    """The part of a rank's array that has elements of the matrix."""
+    assert isinstance(lines, Lines)
+    first = lines.skipped(rank)
+    return array[:, first:] if lines.dim else array[first:]
+
+
+def _window(array: Array, cyclic: BlockCyclic, rank: int) -> Array:
+    """The elements of a part of a block-cyclic matrix in a rank's array of the matrix."""
+    ((row, col),) = cyclic.tiles(rank)
+    rows, cols = cyclic.rows, cyclic.cols
+    return array[rows.before(row) : rows.extent(row), cols.before(col) : cols.extent(col)]
 
 
 def _call(
