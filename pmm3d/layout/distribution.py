@@ -207,6 +207,14 @@ class Split:
             ]
         return iter([run for each in parts for run in self._clipped(*each, low, high)])
 
+    def before(self, part: int) -> int:
+        """Number of indices of a part in the dim before this window."""
+        return sum([run.local for run in self.runs(part)])
+
+    def extent(self, part: int) -> int:
+        """Number of indices of a part in the dim from its start to the end of this window."""
+        return sum([run.local + run.stop - run.start for run in self.runs(part)])
+
     def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> list[Run]:
         """Return the run in low:high of the window, if it is not empty. start and stop are indices of the whole dim."""
         first, last = max(low, start - self.offset), min(high, stop - self.offset)
@@ -277,11 +285,11 @@ Strided(here=9, there=22, length=2, times=1, step_here=0, step_there=0)]
             found.append(Strided(local, there, high - start))
         return found
 
-    def alike(self, other: Cyclic) -> bool:
+    def alike(self, other: Distribution1D) -> bool:
         """Whether each part of the other division has the same indices."""
-        period = self.block * self.parts
-        same = (self.size, self.block, self.parts, self.first) == (other.size, other.block, other.parts, other.first)
-        return same and (self.offset - other.offset) % period == 0
+        if not isinstance(other, Cyclic) or (self.offset - other.offset) % (self.block * self.parts):
+            return False
+        return (self.size, self.block, self.parts, self.first) == (other.size, other.block, other.parts, other.first)
 
     def extent(self, part: int) -> int:
         """Number of indices of a part in the dim from its start to the end of this window: ScaLAPACK's NUMROC."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import LayoutError
 from .cuts import matrix_shape, naturals
-from .distribution import Cyclic, Distribution1D, Intervals, Split, Tile, check_window
+from .distribution import Cyclic, Intervals, Split, Tile, check_window
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,12 @@ class BlockCyclic:
 class Lines:
     """A matrix whose rows or columns are distributed as the rows or the columns of a block-cyclic one.
 
-    like      the block-cyclic matrix
-    of        dim of `like`: 0 for its rows, 1 for its columns. Processes along the other dim are replicas
-    dim       dim of this matrix that is distributed: 0 or 1
-    length    size of the other dim, which is not divided
+    like     the block-cyclic matrix
+    of       dim of `like`: 0 for its rows, 1 for its columns. Processes along the other dim are replicas
+    dim      dim of this matrix that is distributed: 0 or 1
+    others   division of the other dim. A rank has an array for each of its parts, in Fortran order
 
-    A rank has one array in Fortran order, whose first `skipped` rows (or columns) are not used.
-
-        >>> columns = Lines(BlockCyclic((10, 6), (2, 3), (2, 2)), of=1, dim=1, length=4)
+        >>> columns = Lines(BlockCyclic((10, 6), (2, 3), (2, 2)), 1, 1, Split(4))
         >>> columns.shape, columns.owners_of(Tile(0, 1)), columns.local_shapes(3), columns.most()
         ((4, 6), (1, 3), [(4, 3)], (12, 4, 3))
     """
@@ -178,55 +176,68 @@ class Lines:
     like: BlockCyclic
     of: int
     dim: int
-    length: int
+    others: Cyclic | Split
     order = "F"
     exact = False
 
     @cached_property
-    def _lines(self) -> Cyclic:
-        """The division of `like`, with the least offset, so that arrays begin near the window."""
-        lines = (self.like.rows, self.like.cols)[self.of]
-        return replace(lines, offset=lines.offset % (lines.block * lines.parts))
+    def _divided(self) -> tuple[Cyclic | Split, Cyclic | Split]:
+        """The divisions of the rows and of the columns."""
+        lines = near_start((self.like.rows, self.like.cols)[self.of])
+        return (self.others, lines) if self.dim else (lines, self.others)
+
+    @property
+    def rows(self) -> Cyclic | Split:
+        return self._divided[0]
+
+    @property
+    def cols(self) -> Cyclic | Split:
+        return self._divided[1]
 
     @property
     def shape(self) -> tuple[int, int]:
         """Number of rows and of columns of the matrix."""
-        return (self.length, self._lines.size) if self.dim else (self._lines.size, self.length)
-
-    @cached_property
-    def rows(self) -> Distribution1D:
-        return Split(self.length) if self.dim else self._lines
-
-    @cached_property
-    def cols(self) -> Distribution1D:
-        return self._lines if self.dim else Split(self.length)
+        return self.rows.size, self.cols.size
 
     def most(self) -> tuple[int, int, int]:
-        lines = max([self._lines.extent(part) for part in range(self._lines.parts)])
-        return (lines * self.length, *((self.length, lines) if self.dim else (lines, self.length)))
+        extents = [[one.extent(part) for part in range(one.parts)] for one in self._divided]
+        most = [sum(extents[dim]) if dim != self.dim else max(extents[dim]) for dim in (0, 1)]
+        return most[0] * most[1], most[0], most[1]
 
     def tiles(self, rank: int) -> Sequence[Tile]:
         parts = [tile[self.of] for tile in self.like.tiles(rank)]
-        return [Tile(0, part) if self.dim else Tile(part, 0) for part in parts]
+        others = range(self.others.parts)
+        return [Tile(other, part) if self.dim else Tile(part, other) for part in parts for other in others]
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
-        part, others = tile[self.dim], range(self.like.process_grid[1 - self.of])
-        return tuple([self.like.owners_of(Tile(other, part) if self.of else Tile(part, other))[0] for other in others])
+        part, replicas = tile[self.dim], range(self.like.process_grid[1 - self.of])
+        tiles = [Tile(other, part) if self.of else Tile(part, other) for other in replicas]
+        return tuple([self.like.owners_of(each)[0] for each in tiles])
 
     def sender_for(self, tile: Tile, reader: int) -> int:
         owners = self.owners_of(tile)
         return reader if reader in owners else owners[0]
 
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
-        lines = [self._lines.extent(tile[self.dim]) for tile in self.tiles(rank)]
-        return [(self.length, number) if self.dim else (number, self.length) for number in lines]
-
-    def skipped(self, rank: int) -> int:
-        """Number of rows (or columns) of a rank's array before those of the matrix."""
-        return sum([self._lines.before(tile[self.dim]) for tile in self.tiles(rank)])
+        return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
 
     def check_ranks(self, size: int) -> None:
         self.like.check_ranks(size)
+
+
+def near_start(lines: Cyclic) -> Cyclic:
+    """Return the same division with the least offset, so that arrays begin at most a block before the window."""
+    return replace(lines, offset=lines.offset % (lines.block * lines.parts))
+
+
+def stored_in(tiled: BlockCyclic | Lines, tile: Tile) -> tuple[slice, slice]:
+    """Return the rows and columns of a tile's array that contain the elements of the matrix.
+
+    >>> stored_in(BlockCyclic((10, 6), (2, 3), (2, 2)).sub(4, 0, 3, 6), Tile(0, 1))
+    (slice(2, 4, None), slice(0, 3, None))
+    """
+    rows, cols = (slice(one.before(part), one.extent(part)) for one, part in zip((tiled.rows, tiled.cols), tile))
+    return rows, cols
 
 
 @dataclass(frozen=True)

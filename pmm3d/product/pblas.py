@@ -8,11 +8,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..arrays import Array, Slab, library_of
+from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
-from ..layout.foreign import Lines
+from ..layout.distribution import Split
+from ..layout.foreign import Lines, near_start, stored_in
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
@@ -23,6 +24,8 @@ from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
+SEGMENT = 64
+"""Least k for each part of k that has a GEMM of its own."""
 UNEVEN = 1.1
 """Largest ratio of the GEMM of the largest part of C to that of a rank of the product's grid at which C stays."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
@@ -162,9 +165,17 @@ class Form(NamedTuple):
 
     @property
     def lines(self) -> tuple[Lines, Lines]:
-        """Rows of op(A) as those of C, and columns of op(B) as those of C: each process has what its part of C needs."""
-        (of_a, of_b), c, k = self.operations, self.parts[2], self.sizes[2]
-        return Lines(c, 0, 0 if of_a == "N" else 1, k), Lines(c, 1, 1 if of_b == "N" else 0, k)
+        """Rows of op(A) as those of C, and columns of op(B) as those of C: each process has what its part of C needs.
+
+        If k is divided alike in A and B, each process has an array for each part. It then receives the arrays of other
+        processes as they are stored.
+        """
+        a, b, c = self.parts
+        by_rows, by_cols = self.operations[0] == "N", self.operations[1] == "N"
+        of_a, of_b = a.cols if by_rows else a.rows, b.rows if by_cols else b.cols
+        alike = of_a.alike(of_b) and self.sizes[2] >= SEGMENT * of_a.parts
+        k = near_start(of_a) if alike else Split(self.sizes[2])
+        return Lines(c, 0, 0 if by_rows else 1, k), Lines(c, 1, 1 if by_cols else 0, k)
 
     def keeps_c(self, grid: GridShape) -> bool:
         """Return whether each process multiplies its own part of C, and C is not moved.
@@ -317,6 +328,8 @@ class PgemmPlan:
         dtype, grid = self._form.dtype, self.grid
         if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._there]  # the same on all ranks
+            if self._keeps_c:  # each part of k is an array
+                sizes += [aligned(1) * there.others.parts for there in self._there]
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
             slab, rank = Slab(self._memory, self._library), self._base.rank
@@ -406,12 +419,16 @@ class PgemmPlan:
                 raise
         self._alpha = call.alpha
         self._context._under_way.append(self)
-        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
+        arrays = self._arrays
+        if self._keeps_c:
+            given = zip(self._form.parts, self._there, (call.a, call.b), arrays)
+            arrays = [_with_own(self._library, self._base.rank, *each) for each in given]
+        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0), arrays)
         try:
             with self._base.ledger.phase("redistribute"):
                 coming = [
                     move.start(self._library, given, own)
-                    for move, given, own in zip(self._coming, (call.a, call.b), self._arrays)
+                    for move, given, own in zip(self._coming, (call.a, call.b), arrays)
                     if multiplies
                 ]
         except BaseException:
@@ -427,11 +444,12 @@ class PgemmPlan:
             self._context._under_way.remove(self)
         self._context._forget_memory()
 
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: Call, arrays: list[list[Array]]) -> None:
         self._pending = None
         self._context._under_way.remove(self)
         if self._keeps_c:
-            self._multiply_into(call)
+            for c, tile in zip(call.c, self._form.parts[2].tiles(self._base.rank)):
+                self._multiply_into(c[stored_in(self._form.parts[2], tile)], call, arrays)
             return
         if call.alpha == 0:
             self._matrices[2].memory[...] = 0
@@ -441,26 +459,27 @@ class PgemmPlan:
             for move in self._back:
                 move.start(self._library, self._arrays[2], call.c, call.beta).wait()
 
-    def _multiply_into(self, call: Call) -> None:
+    def _multiply_into(self, c: Array, call: Call, arrays: list[list[Array]]) -> None:
         """Compute C = alpha op(A) op(B) + beta C of the elements of C that this rank stores."""
-        rank, (of_a, of_b), library = self._base.rank, self._form.operations, self._library
-        for c, a, b in zip(call.c, *self._arrays):
-            a, b, c = _used(a, self._there[0], rank), _used(b, self._there[1], rank), _window(c, self._form.parts[2], rank)
-            gemm = partial(
-                library.gemm,
-                a if of_a == "N" else a.T,
-                b if of_b == "N" else b.T,
-                alpha=call.alpha,
-                work=self._base.workspace,
-                conjugated=(of_a == "C", of_b == "C"),
-            )
+        (of_a, of_b), library, beta = self._form.operations, self._library, call.beta
+        factors = [
+            [array[stored_in(there, tile)] for array, tile in zip(own, there.tiles(self._base.rank))]
+            for own, there in zip(arrays, self._there)
+        ]
+        pairs = [(a if of_a == "N" else a.T, b if of_b == "N" else b.T) for a, b in zip(*factors)]
+        used = [(a, b) for a, b in pairs if a.shape[1]][: 1 if call.alpha == 0 else None]
+        conjugated, into = (of_a == "C", of_b == "C"), c
+        for a, b in used or pairs[:1]:
+            gemm = partial(library.gemm, a, b, alpha=call.alpha, work=self._base.workspace, conjugated=conjugated)
             with self.grid.engine.guard:
                 try:
-                    run_gemm(self.grid, partial(gemm, c, beta=call.beta))
+                    run_gemm(self.grid, partial(gemm, into, beta=beta))
                 except ValueError:  # BLAS cannot write to this C: no dim has stride 1
-                    product = library.empty(tuple(c.shape)[::-1], self._form.dtype).T
-                    run_gemm(self.grid, partial(gemm, product, beta=0))
-                    c[...] = product if call.beta == 0 else product + call.beta * c
+                    into = library.empty(tuple(c.shape)[::-1], self._form.dtype).T
+                    run_gemm(self.grid, partial(gemm, into, beta=0))
+            beta = 1
+        if into is not c:
+            c[...] = into if call.beta == 0 else into + call.beta * c
 
     def _multiply(self, alpha: complex) -> None:
         """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
@@ -516,18 +535,20 @@ class PgemmPlan:
             self.close()
 
 
-def _used(array: Array, lines: Lines | Placement, rank: int) -> Array:
-    """The part of a rank's array that has elements of the matrix."""
-    assert isinstance(lines, Lines)
-    first = lines.skipped(rank)
-    return array[:, first:] if lines.dim else array[first:]
-
-
-def _window(array: Array, cyclic: BlockCyclic, rank: int) -> Array:
-    """The elements of a part of a block-cyclic matrix in a rank's array of the matrix."""
-    ((row, col),) = cyclic.tiles(rank)
-    rows, cols = cyclic.rows, cyclic.cols
-    return array[rows.before(row) : rows.extent(row), cols.before(col) : cols.extent(col)]
+def _with_own(
+    library: NumpyLibrary, rank: int, part: BlockCyclic, there: Lines, given: list[Array], arrays: list[Array]
+) -> list[Array]:
+    """Arrays of a rank that its own array of the matrix replaces, if it is one of them: then it is not copied."""
+    tiles = there.tiles(rank)
+    for own, array in zip(part.tiles(rank), given):
+        if own in tiles and part.rows.alike(there.rows) and part.cols.alike(there.cols):
+            if library.strides(array)[0] != library.strides(arrays[0])[0]:
+                break  # BLAS may not be able to read it
+            first, second = [
+                here.start - target.start for here, target in zip(stored_in(part, own), stored_in(there, own))
+            ]
+            arrays = [array[first:, second:] if tile == own else other for tile, other in zip(tiles, arrays)]
+    return arrays
 
 
 def _call(
