@@ -109,7 +109,7 @@ def _array(array: np.ndarray) -> str:
 def _object(value: Any) -> str:
     if isinstance(value, NumpyLibrary):
         return repr(value.kind)
-    if (names := _field_names(type(value))) is not None:
+    if (names := _field_names(value.__class__)) is not None:
         return f"{type(value).__qualname__}{_listed([getattr(value, name) for name in names])}"
     if isinstance(value, (str, os.PathLike)):
         return repr(str(os.fspath(value)))
@@ -125,7 +125,7 @@ def _object(value: Any) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _field_names(kind: type) -> tuple[str, ...] | None:
+def _field_names(kind: Any) -> tuple[str, ...] | None:
     """Return the names of the fields of a dataclass; None for other types."""
     return tuple([part.name for part in fields(kind)]) if is_dataclass(kind) else None
 

@@ -144,12 +144,14 @@ def _chosen(
     beside: GridShape,
 ) -> tuple[Timed, Timed | None]:
     """Return the grid of `Auto.chosen`, and its runner-up. `beside` has the axes besides x, y and z."""
-    left, how = ranks // beside.size, {"overlap": overlap, "run": run}
-    grids = timed_grids(product, left, dtype, machine, limit=limit, exact=False, top=10, beside=beside.size, **how)[0]
+    left = ranks // beside.size
+    grids, *_ = timed_grids(
+        product, left, dtype, machine, limit=limit, exact=False, top=10, overlap=overlap, run=run, beside=beside.size
+    )
     as_good = [each for each in grids if each.seconds <= AS_GOOD * grids[0].seconds]
     best = min(as_good, key=lambda each: (not fills_nodes(_with(each, beside), run), -each.grid.size))
     if left == ranks:
-        best = best_of_few(product, best, ranks, dtype, machine, cores, limit=limit, **how)
+        best = best_of_few(product, best, ranks, dtype, machine, cores, limit=limit, overlap=overlap, run=run)
     return best, next((each for each in grids if each is not best), None)
 
 

@@ -113,6 +113,4 @@ def _groups(shape: Sizes3, beside: int, ranks_per_node: int, run: int, everyone:
 
 
 def _node_maps(groups: Mapping[str, Group]) -> tuple[NodeMap, ...]:
-    return tuple(
-        [NodeMap(groups[axis].inside, True, GATHERS_FROM) if groups[axis].even else FLAT for axis in "xyz"]
-    )
+    return tuple([NodeMap(groups[axis].inside, True, GATHERS_FROM) if groups[axis].even else FLAT for axis in "xyz"])

@@ -12,7 +12,7 @@ from math import sqrt
 from ..errors import GridError
 from ..layout import GridShape, itemsize
 from ..text import counted, in_bytes
-from .candidates import Candidate, Ranking
+from .candidates import Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
@@ -132,9 +132,7 @@ def rank_products(
     )
     candidates = [each.candidate() for each in kept]
     too_large = [
-        replace(
-            each.candidate(), why_not=f"holds {in_bytes(each.plan.memory)} a rank, more than {in_bytes(limit)}"
-        )
+        replace(each.candidate(), why_not=f"holds {in_bytes(each.plan.memory)} a rank, more than {in_bytes(limit)}")
         for each in dropped
     ]
     what, flop = f"{' x '.join(map(str, product))} {dtype}", flop_of(*product, dtype)
@@ -255,7 +253,7 @@ def _slower(busy: int, machine: Machine, cores: int) -> float:
 
 
 def _gemm_on_cores(product: Product, ranks: int, dtype: str, machine: Machine, cores: int) -> float:
-    """Return a lower bound of `seconds_on_cores` of all grids of this number of ranks on one node: the shortest GEMM."""
+    """Return the shortest GEMM, a lower bound of `seconds_on_cores` of the grids of these ranks on one node."""
     (m, n, k), computed_in = product, "float32" if dtype == "float16" else dtype
     blocks = [(-(-m // z), -(-n // x), -(-k // y)) for x, y, z in shapes_of(ranks)]
     shortest = min([machine.gemm_seconds(*block, computed_in) if all(block) else 0.0 for block in blocks])

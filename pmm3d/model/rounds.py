@@ -172,7 +172,8 @@ def count(schedule: Schedule, row_bytes: int, off_node: Container[int] | None = 
                         totals[side] += (stop - start) * row_bytes
                     else:
                         totals[side] += schedule.nbytes(span, row_bytes, row_bytes)
-    return Volume(*totals, aligned(schedule.work_rows * row_bytes))
+    received, sent = totals
+    return Volume(received, sent, aligned(schedule.work_rows * row_bytes))
 
 
 def in_slices(schedule: Schedule, size: int, step: int) -> Schedule:

@@ -1,4 +1,5 @@
-"""ScaLAPACK's p?gemm by the 3D product: block-cyclic A and B are moved to the fastest grid, and C is moved back."""
+"""ScaLAPACK's p?gemm. Block-cyclic A and B are moved to the processes of C, each of which multiplies its part of C. Or
+all are moved to the fastest grid for a 3D product, and C is moved back."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..arrays import Array, NumpyLibrary, Slab, library_of
+from ..arrays import Array, Slab, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
+from ..layout import BlockCyclic, GridShape, Placement, Tiled, aligned, itemsize, natural
 from ..layout.distribution import Split
 from ..layout.foreign import Lines, near_start, stored_in
 from ..model.plan import native
@@ -98,13 +99,15 @@ def pgemm(
 
     Notes
     -----
-    Collective over the context. A and B are redistributed to the fastest grid and multiplied there, and C is sent back.
-    Each rank receives, once, the elements that it needs and does not store.
+    Collective over the context. Each process receives the rows of op(A) and the columns of op(B) that its part of C
+    needs. If that is more than the fastest grid of a 3D product moves, if C is divided unevenly, or with
+    `max_workspace`, A and B are redistributed to that grid and multiplied there, and C is sent back. Each rank
+    receives, once, the elements that it needs and does not store.
 
     The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
-    All products use the same memory for A, B and C on the product's grid. The memory is as large as the largest product
-    so far needs, or up to a quarter larger if that is less than 32 MiB. While a product is under way, others use memory
-    of their own. Small products of similar sizes use the grid that was chosen for the first of them.
+    All products use the same memory for the parts of A and B, and for C on a grid. The memory is as large as the
+    largest product so far needs, or up to a quarter larger if that is less than 32 MiB. While a product is under way,
+    others use memory of their own. Small products of similar sizes use the grid that was chosen for the first of them.
 
     Examples
     --------
@@ -161,7 +164,6 @@ class Form(NamedTuple):
         sizes = tuple(size >> max(0, size.bit_length() - 2) << max(0, size.bit_length() - 2) for size in self.sizes)
         parts = tuple((part.blocks, part.process_grid, part.numbering, part.ranks) for part in self.parts)
         return self.operations, sizes, parts, self.dtype
-
 
     @property
     def lines(self) -> tuple[Lines, Lines]:
@@ -305,16 +307,16 @@ class PgemmPlan:
         (m, n, k), dtype = form.sizes, form.dtype
         self._multiplies = min(m, n, k) > 0
         placed = partial(_placed, form.parts, form.operations)
-        moves = lambda shape: [*zip(form.parts, placed(shape))]
-        self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, moves)
-        self._keeps_c = form.keeps_c(self.grid.shape)
-        if self._keeps_c:
-            self._there: Sequence[Lines | Placement] = form.lines
-            self._active = [rank for rank in range(self._base.size) if self._there[0].tiles(rank)]
-        else:
-            self._there, self._active = placed(self.grid.shape, ranks), ranks[: self.grid.shape.size]
-        self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._there)]
-        self._back = [TileMove(self._base, *way, dtype) for way in zip(self._there[2:], form.parts[2:])]
+        to_grid = lambda shape: [*zip(form.parts, placed(shape))]
+        self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, to_grid)
+        self._lines = form.lines if form.keeps_c(self.grid.shape) else ()
+        self._on_grid = [] if self._lines else placed(self.grid.shape, ranks)
+        self._there: list[Tiled] = [*self._lines, *self._on_grid]
+        self._active = ranks[: self.grid.shape.size]
+        if self._lines:
+            self._active = tuple([rank for rank in range(self._base.size) if form.parts[2].tiles(rank)])
+        self._coming = [TileMove(self._base, part, there, dtype) for part, there in zip(form.parts[:2], self._there)]
+        self._back = [TileMove(self._base, there, form.parts[2], dtype) for there in self._there[2:]]
         moves = (*self._coming, *self._back)
         for move in moves:
             if move.rounds > 1:
@@ -323,24 +325,22 @@ class PgemmPlan:
         context._register(self)
 
     def _bind(self, alpha: complex | None) -> None:
-        """Make the matrices on the product's grid, in memory that the plans of the context share, and a product with
+        """Make the arrays of the plan, in memory that the plans of the context share, and a product on the grid with
         this alpha, if it is not None. May raise on this rank only."""
         dtype, grid = self._form.dtype, self.grid
         if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._there]  # the same on all ranks
-            if self._keeps_c:  # each part of k is an array
-                sizes += [aligned(1) * there.others.parts for there in self._there]
+            sizes += [aligned(1) * lines.others.parts for lines in self._lines]  # each part of k is an array
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
             slab, rank = Slab(self._memory, self._library), self._base.rank
             self._arrays = [
                 [slab.array(shape[::-1], dtype).T for shape in there.local_shapes(rank)] for there in self._there
             ]
-            if not self._keeps_c:
-                self._matrices = [
-                    DistMatrix(grid, *(arrays or [slab.array((0, 0), dtype).T]), there.shape, there.layout, "F")
-                    for arrays, there in zip(self._arrays, self._there)
-                ]
+            self._matrices = [
+                DistMatrix(grid, arrays[0] if arrays else slab.array((0, 0), dtype).T, there.shape, there.layout, "F")
+                for arrays, there in zip(self._arrays, self._on_grid)
+            ]
             for moves in (self._coming, self._back):  # no rank then lacks work memory for the moves
                 with ExitStack() as work:
                     for move in moves:
@@ -360,7 +360,7 @@ class PgemmPlan:
         return self._memory is None or (self._shares_memory and bool(self._context._under_way))
 
     def _unbind(self) -> None:
-        """Give up the matrices on the product's grid. The next call makes them again."""
+        """Give up the arrays of the plan. The next call makes them again."""
         self._close_product()
         self._work.close()
         self._run, self._memory = None, None
@@ -409,7 +409,7 @@ class PgemmPlan:
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
-        runs = multiplies and not self._keeps_c and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
+        runs = multiplies and not self._lines and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
         if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
@@ -420,9 +420,8 @@ class PgemmPlan:
         self._alpha = call.alpha
         self._context._under_way.append(self)
         arrays = self._arrays
-        if self._keeps_c:
-            given = zip(self._form.parts, self._there, (call.a, call.b), arrays)
-            arrays = [_with_own(self._library, self._base.rank, *each) for each in given]
+        if self._lines:
+            arrays = [self._with_own(which, given, call.c) for which, given in enumerate((call.a, call.b))]
         finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0), arrays)
         try:
             with self._base.ledger.phase("redistribute"):
@@ -447,9 +446,9 @@ class PgemmPlan:
     def _finish(self, call: Call, arrays: list[list[Array]]) -> None:
         self._pending = None
         self._context._under_way.remove(self)
-        if self._keeps_c:
-            for c, tile in zip(call.c, self._form.parts[2].tiles(self._base.rank)):
-                self._multiply_into(c[stored_in(self._form.parts[2], tile)], call, arrays)
+        if self._lines:
+            for c in call.c:
+                self._multiply_into(self._own_c(c), call, arrays)
             return
         if call.alpha == 0:
             self._matrices[2].memory[...] = 0
@@ -459,12 +458,31 @@ class PgemmPlan:
             for move in self._back:
                 move.start(self._library, self._arrays[2], call.c, call.beta).wait()
 
+    def _with_own(self, which: int, given: list[Array], of_c: list[Array]) -> list[Array]:
+        """Arrays of the parts of A (`which` 0) or B (1). The array that the caller passed replaces a part whose
+        elements all are in it, so that they are not copied, if BLAS can read it while C is written."""
+        part, there, arrays, rank = self._form.parts[which], self._lines[which], self._arrays[which], self._base.rank
+        tiles, library = there.tiles(rank), self._library
+        for own, array in zip(part.tiles(rank), given):
+            if own in tiles and part.rows.alike(there.rows) and part.cols.alike(there.cols):
+                here, wanted = stored_in(part, own), stored_in(there, own)
+                by_columns = library.strides(array)[0] == library.strides(arrays[0])[0]
+                if by_columns and not any(library.share_memory(array[here], self._own_c(c)) for c in of_c):
+                    moved = tuple(slice(old.start - new.start, None) for old, new in zip(here, wanted))
+                    arrays = [array[moved] if tile == own else other for tile, other in zip(tiles, arrays)]
+        return arrays
+
+    def _own_c(self, c: Array) -> Array:
+        """The elements of C in this rank's array."""
+        (tile,) = self._form.parts[2].tiles(self._base.rank)
+        return c[stored_in(self._form.parts[2], tile)]
+
     def _multiply_into(self, c: Array, call: Call, arrays: list[list[Array]]) -> None:
         """Compute C = alpha op(A) op(B) + beta C of the elements of C that this rank stores."""
         (of_a, of_b), library, beta = self._form.operations, self._library, call.beta
         factors = [
-            [array[stored_in(there, tile)] for array, tile in zip(own, there.tiles(self._base.rank))]
-            for own, there in zip(arrays, self._there)
+            [array[stored_in(lines, tile)] for array, tile in zip(own, lines.tiles(self._base.rank))]
+            for own, lines in zip(arrays, self._lines)
         ]
         pairs = [(a if of_a == "N" else a.T, b if of_b == "N" else b.T) for a, b in zip(*factors)]
         used = [(a, b) for a, b in pairs if a.shape[1]][: 1 if call.alpha == 0 else None]
@@ -533,22 +551,6 @@ class PgemmPlan:
     ) -> None:
         if self._pending is None or leaves_in_order(error):  # otherwise the grid's block closes it
             self.close()
-
-
-def _with_own(
-    library: NumpyLibrary, rank: int, part: BlockCyclic, there: Lines, given: list[Array], arrays: list[Array]
-) -> list[Array]:
-    """Arrays of a rank that its own array of the matrix replaces, if it is one of them: then it is not copied."""
-    tiles = there.tiles(rank)
-    for own, array in zip(part.tiles(rank), given):
-        if own in tiles and part.rows.alike(there.rows) and part.cols.alike(there.cols):
-            if library.strides(array)[0] != library.strides(arrays[0])[0]:
-                break  # BLAS may not be able to read it
-            first, second = [
-                here.start - target.start for here, target in zip(stored_in(part, own), stored_in(there, own))
-            ]
-            arrays = [array[first:, second:] if tile == own else other for tile, other in zip(tiles, arrays)]
-    return arrays
 
 
 def _call(
