@@ -200,7 +200,7 @@ def with_cosma(results: dict, cosma: dict) -> tuple[str, Rows]:
             cells.append(
                 f"{mark}{median(ratios):.2f}{mark}, {ratios[0]:.2f} to {ratios[-1]:.2f} ({here:.4g} and {there:.4g} ms)"
             )
-            found.append(median(ratios))
+            found.append(round(median(ratios), 2))  # the mean is that of the ratios in the table
         rows.append([_name(shape), *cells])
     return (
         f"Time of COSMA / time of pmm3d, in turns; in brackets the time of pmm3d and of COSMA. Geometric mean "

@@ -11,6 +11,8 @@ libraries in PREFIX/lib, and copies the header and the Fortran module to PREFIX/
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import shutil
 import subprocess
 import sys
@@ -134,13 +136,19 @@ def with_python(into: Path) -> None:
     libraries = sysconfig.get_config_var("LIBDIR")
     ffi = FFI()
     ffi.embedding_api(OFFERED.replace('extern "Python" ', ""))
+    embedded = (HERE / "embedded.py").read_text()
+    [lacking] = (
+        ast.literal_eval(line.value)
+        for line in ast.parse(embedded).body
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "LACKING"
+    )
     ffi.set_source(
         "_pmm3d_embedded",
-        (HERE / "start.c").read_text(),
+        f"#define LACKING {json.dumps(lacking)}\n" + (HERE / "start.c").read_text(),
         library_dirs=[libraries],
         extra_link_args=[f"-Wl,-rpath,{libraries}"],
     )
-    ffi.embedding_init_code((HERE / "embedded.py").read_text())
+    ffi.embedding_init_code(embedded)
     with tempfile.TemporaryDirectory() as folder:
         made = ffi.compile(tmpdir=folder, target="libpmm3d_python.*")
         shutil.move(made, into / "libpmm3d_python.so")

@@ -12,8 +12,8 @@ OTHER_MPI = (
     "and MPI4PY_LIBMPI unset, and let PMM3D_PYTHON name an environment whose mpi4py was built for it, without "
     "an MPI of its own"
 )
-LACKING = (
-    "the Python of {} lacks a package: {}. Install the library again: make embed or make install, or name another "
+LACKING = (  # also for start.c
+    "the Python of %s lacks a package: %s. Install the library again: make embed or make install, or name another "
     "Python in PMM3D_PYTHON"
 )
 
@@ -41,7 +41,7 @@ class Embedded:
             check_mpi(version, world)
             from pmm3d.embedding.host import Host
         except ImportError as error:
-            raise Refused(ERROR_PYTHON, LACKING.format(sys.executable, error)) from error
+            raise Refused(ERROR_PYTHON, LACKING % (sys.executable, error)) from error
         finally:
             if chosen is None:
                 del os.environ["MPI4PY_LIBMPI"]

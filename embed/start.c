@@ -40,7 +40,8 @@ static void import_signal(void) {
     sigaction(SIGINT, &was, NULL);
 }
 
-/* Check that _cffi_backend can be imported. Without this check, cffi would print the error and continue. */
+/* Check that _cffi_backend can be imported. Without this check, cffi would print the error and continue. LACKING is the
+   text of embedded.py, which build.py defines here. */
 static int has_cffi(char *text, int size, const char *executable) {
     PyObject *kind, *error, *trace, *found = PyImport_ImportModule("_cffi_backend");
     if (found) {
@@ -50,8 +51,7 @@ static int has_cffi(char *text, int size, const char *executable) {
     PyErr_Fetch(&kind, &error, &trace);
     PyObject *said = error ? PyObject_Str(error) : NULL;
     const char *why = said ? PyUnicode_AsUTF8(said) : NULL;
-    snprintf(text, size, "the Python of %s lacks a package: %s. Install the library again: make embed or make "
-             "install, or name another Python in PMM3D_PYTHON", executable, why ? why : "cffi");
+    snprintf(text, size, LACKING, executable, why ? why : "cffi");
     Py_XDECREF(said);
     Py_XDECREF(kind);
     Py_XDECREF(error);

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import fields, is_dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Complex, Number, Real
 from operator import attrgetter
 from typing import Any
@@ -109,6 +109,8 @@ def _array(array: np.ndarray) -> str:
 def _object(value: Any) -> str:
     if isinstance(value, NumpyLibrary):
         return repr(value.kind)
+    if (names := _field_names(value.__class__)) is not None:
+        return f"{type(value).__qualname__}{_listed([getattr(value, name) for name in names])}"
     if isinstance(value, (str, os.PathLike)):
         return repr(str(os.fspath(value)))
     if (name := _element_type(value)) is not None:
@@ -119,9 +121,13 @@ def _object(value: Any) -> str:
         return f"{{{', '.join(sorted(map(_form, value)))}}}"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if is_dataclass(value):
-        return f"{type(value).__qualname__}{_listed(getattr(value, part.name) for part in fields(value))}"
     return ADDRESS.sub("", repr(value))
+
+
+@lru_cache(maxsize=1024)
+def _field_names(kind: Any) -> tuple[str, ...] | None:
+    """Return the names of the fields of a dataclass; None for other types."""
+    return tuple([part.name for part in fields(kind)]) if is_dataclass(kind) else None
 
 
 def _element_type(value: Any) -> str | None:

@@ -60,8 +60,8 @@ def key_of(ranks_per_node: int, nodes: int) -> Key:
     """
     blas = blas_here()
     settings = " ".join(
-        f"{name}={value}"
-        for name, value in sorted(os.environ.items())
+        f"{name}={os.environ[name]}"
+        for name in sorted(os.environ)
         if name.startswith(STEERING) and not name.endswith("_directory")
     )  # each job has its own folder
     pmm3d = import_module(__package__.partition(".")[0])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .cuts import natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
 from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
-from .layout import EMPTY, Box, Layout, RaggedRows, batch_layout, order_of, without_order
+from .layout import EMPTY, SINGLE, Box, Layout, RaggedRows, batch_layout, order_of, without_order
 from .placement import Placement
 from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
 from .transitions import Step, transitions
@@ -18,10 +18,10 @@ if TYPE_CHECKING:  # imported at first use: layouts of other codes, and orders o
 _LATER = {"BlockCyclic": ".foreign", "Blocks": ".foreign", "ORDERS": ".order", "RowOrder": ".order"}
 
 __all__ = [
-    "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "STAGE",
-    "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder",
-    "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name", "itemsize",
-    "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
+    "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ",
+    "SINGLE", "STAGE", "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement",
+    "RaggedRows", "RowOrder", "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name",
+    "itemsize", "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
     "part_sizes", "real", "transitions", "whole_number", "without_order",
 ]  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import accumulate
 from math import inf
 from numbers import Real
@@ -35,9 +34,11 @@ def natural(value: Any, what: str, least: int, error: type[Exception], most: flo
         Traceback (most recent call last):
         ValueError: panels is a whole number of at least 1; got 2.0
     """
-    with suppress(TypeError):
+    try:
         if least <= (number := whole_number(value)) <= most:
             return number
+    except TypeError:
+        pass
     raise error(f"{what}; got {value!r}")
 
 
@@ -61,10 +62,12 @@ def naturals(values: Any, what: str, least: int, error: type[Exception], count: 
         >>> naturals([4, 3], "a shape is two whole numbers", 0, ValueError, 2)
         (4, 3)
     """
-    with suppress(TypeError):
+    try:
         numbers = tuple(map(whole_number, values))
         if min(numbers, default=least) >= least and count in (None, len(numbers)):
             return numbers
+    except TypeError:
+        pass
     raise error(f"{what}; got {values!r}")
 
 

@@ -207,6 +207,14 @@ class Split:
             ]
         return iter([run for each in parts for run in self._clipped(*each, low, high)])
 
+    def before(self, part: int) -> int:
+        """Number of indices of a part in the dim before this window."""
+        return sum([run.local for run in self.runs(part)])
+
+    def extent(self, part: int) -> int:
+        """Number of indices of a part in the dim from its start to the end of this window."""
+        return sum([run.local + run.stop - run.start for run in self.runs(part)])
+
     def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> list[Run]:
         """Return the run in low:high of the window, if it is not empty. start and stop are indices of the whole dim."""
         first, last = max(low, start - self.offset), min(high, stop - self.offset)
@@ -277,9 +285,23 @@ Strided(here=9, there=22, length=2, times=1, step_here=0, step_there=0)]
             pieces.append(Strided(local, there, high - start))
         return pieces
 
+    def alike(self, other: Distribution1D) -> bool:
+        """Whether each part of the other division has the same indices."""
+        if not isinstance(other, Cyclic) or (self.offset - other.offset) % (self.block * self.parts):
+            return False
+        return (self.size, self.block, self.parts, self.first) == (other.size, other.block, other.parts, other.first)
+
     def extent(self, part: int) -> int:
         """Number of indices of a part in the dim from its start to the end of this window: ScaLAPACK's NUMROC."""
-        full_blocks, rest = divmod(self.offset + self.size, self.block)
+        return self._stored(part, self.offset + self.size)
+
+    def before(self, part: int) -> int:
+        """Number of indices of a part in the dim before this window."""
+        return self._stored(part, self.offset)
+
+    def _stored(self, part: int, stop: int) -> int:
+        """Return the number of indices of a part in the dim from its start to `stop`."""
+        full_blocks, rest = divmod(stop, self.block)
         turns, left = divmod(full_blocks, self.parts)
         position = (part - self.first) % self.parts
         return turns * self.block + (self.block if position < left else rest if position == left else 0)
@@ -359,7 +381,11 @@ def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> Shared
 1: [Strided(here=2, there=1, length=2, times=1, step_here=0, step_there=0)]}
     """
     by_part: Shared = {}
-    if isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
+    if isinstance(mine, Cyclic) and isinstance(others, Cyclic) and mine.alike(others):
+        start = mine.before(part)
+        if length := mine.extent(part) - start:
+            by_part[part] = [Strided(start, others.before(part), length)]
+    elif isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
         for run in others.within(0, mine.size):
             if shared := mine.shared(part, run):
                 by_part.setdefault(run.part, []).extend(shared)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 from ..errors import LayoutError
 from .cuts import matrix_shape, naturals
-from .distribution import Cyclic, Intervals, Tile, check_window
+from .distribution import Cyclic, Intervals, Split, Tile, check_window
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,87 @@ class BlockCyclic:
     @property
     def _grid(self) -> str:
         return f"{self.process_grid[0]} x {self.process_grid[1]}"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A matrix whose rows or columns are distributed as the rows or the columns of a block-cyclic one.
+
+    like     the block-cyclic matrix
+    of       dim of `like`: 0 for its rows, 1 for its columns. Processes along the other dim are replicas
+    dim      dim of this matrix that is distributed: 0 or 1
+    others   division of the other dim. A rank has an array for each of its parts, in Fortran order
+
+        >>> columns = Lines(BlockCyclic((10, 6), (2, 3), (2, 2)), 1, 1, Split(4))
+        >>> columns.shape, columns.owners_of(Tile(0, 1)), columns.local_shapes(3), columns.most()
+        ((4, 6), (1, 3), [(4, 3)], (12, 4, 3))
+    """
+
+    like: BlockCyclic
+    of: int
+    dim: int
+    others: Cyclic | Split
+    order = "F"
+    exact = False
+
+    @cached_property
+    def _divided(self) -> tuple[Cyclic | Split, Cyclic | Split]:
+        """The divisions of the rows and of the columns."""
+        lines = near_start((self.like.rows, self.like.cols)[self.of])
+        return (self.others, lines) if self.dim else (lines, self.others)
+
+    @property
+    def rows(self) -> Cyclic | Split:
+        return self._divided[0]
+
+    @property
+    def cols(self) -> Cyclic | Split:
+        return self._divided[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows and of columns of the matrix."""
+        return self.rows.size, self.cols.size
+
+    def most(self) -> tuple[int, int, int]:
+        extents = [[one.extent(part) for part in range(one.parts)] for one in self._divided]
+        most = [sum(extents[dim]) if dim != self.dim else max(extents[dim]) for dim in (0, 1)]
+        return most[0] * most[1], most[0], most[1]
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        parts = [tile[self.of] for tile in self.like.tiles(rank)]
+        others = range(self.others.parts)
+        return [Tile(other, part) if self.dim else Tile(part, other) for part in parts for other in others]
+
+    def owners_of(self, tile: Tile) -> Sequence[int]:
+        part, replicas = tile[self.dim], range(self.like.process_grid[1 - self.of])
+        tiles = [Tile(other, part) if self.of else Tile(part, other) for other in replicas]
+        return tuple([self.like.owners_of(each)[0] for each in tiles])
+
+    def sender_for(self, tile: Tile, reader: int) -> int:
+        owners = self.owners_of(tile)
+        return reader if reader in owners else owners[0]
+
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
+        return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
+
+    def check_ranks(self, size: int) -> None:
+        self.like.check_ranks(size)
+
+
+def near_start(lines: Cyclic) -> Cyclic:
+    """Return the same division with the least offset, so that arrays begin at most a block before the window."""
+    return replace(lines, offset=lines.offset % (lines.block * lines.parts))
+
+
+def stored_in(tiled: BlockCyclic | Lines, tile: Tile) -> tuple[slice, slice]:
+    """Return the rows and columns of a tile's array that contain the elements of the matrix.
+
+    >>> stored_in(BlockCyclic((10, 6), (2, 3), (2, 2)).sub(4, 0, 3, 6), Tile(0, 1))
+    (slice(2, 4, None), slice(0, 3, None))
+    """
+    rows, cols = (slice(one.before(part), one.extent(part)) for one, part in zip((tiled.rows, tiled.cols), tile))
+    return rows, cols
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -182,6 +181,9 @@ class Layout:
     sums: tuple[str, ...] = ()
     units: Units = SINGLE
 
+    named: ClassVar[tuple[str, ...]]
+    """Axes that do not replicate. Each layout has its own."""
+
     A: ClassVar[Layout]
     B: ClassVar[Layout]
     C: ClassVar[Layout]
@@ -195,9 +197,12 @@ class Layout:
                 raise LayoutError(f"the {name} of a layout are an axis, or a tuple of them; got {value!r}")
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
         fields["units"] = units if units is SINGLE else _checked_units(units, fields["rows"], fields["cols"])
-        with suppress(TypeError):  # a name may be unhashable
+        fields["named"] = fields["rows"] + fields["cols"] + fields["sums"]
+        try:
             if can_be_named(self.named):
                 return
+        except TypeError:  # a name is unhashable
+            pass
         for axis in self.named:
             if not is_axis_name(axis):
                 raise LayoutError(
@@ -220,11 +225,6 @@ class Layout:
     def splitting(self) -> tuple[str, ...]:
         """Axes that split rows or columns."""
         return self.rows + self.cols
-
-    @cached_property
-    def named(self) -> tuple[str, ...]:
-        """Axes that do not replicate."""
-        return self.rows + self.cols + self.sums
 
     @cached_property
     def summed(self) -> Layout:
@@ -309,10 +309,12 @@ def batch_layout(cols: str | None = "y") -> Layout:
 @lru_cache(maxsize=1024)
 def _reduced(layout: Layout, grid: GridShape) -> Layout:
     layout.check_axes(grid)
-    rows, cols, sums = (
-        tuple(axis for axis in axes if getattr(grid, axis) > 1) for axes in (layout.rows, layout.cols, layout.sums)
-    )
-    units = [unit if axes else order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
+    rows, cols, sums = [
+        tuple([axis for axis in axes if getattr(grid, axis) > 1]) for axes in (layout.rows, layout.cols, layout.sums)
+    ]
+    units: Any = SINGLE
+    if layout.units != SINGLE:
+        units = [unit if axes else order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
     return Layout(rows, cols, sorted(sums, key=grid.names.index), units)
 
 

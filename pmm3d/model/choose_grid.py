@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from numbers import Real
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 from ..errors import DTypeError, GridError, hint
 from ..layout import AXES, MATRIX_DTYPES, PIPE, SEQ, GridShape, is_axis_name, natural, naturals, parse_shape
 from ..text import counted
-from .candidates import PRESETS, Candidate
+from .candidates import PRESETS
 from .grid_search import NO_LIMIT
 from .machines import Machine
-from .ranking import Product, best_of_few, nominal, rank_products, seconds_on_cores
+from .product_costs import Timed
+from .ranking import Product, best_of_few, nominal, rank_products, seconds_on_cores, timed_grids
 
 logger = logging.getLogger("pmm3d.comm")
 
@@ -30,6 +32,7 @@ AS_GOOD = 1.03
 """Largest ratio of a grid's modelled time to the best one at which both count as equally good."""
 
 
+@lru_cache(maxsize=1024)
 def fills_nodes(grid: GridShape, run: int) -> bool:
     """Return whether nodes of `run` ranks each divide every axis evenly, or do not divide it at all.
 
@@ -88,28 +91,11 @@ class Auto:
         """
         machine = (machine or nominal(per_node)).with_ranks_per_node(per_node)
         limit = NO_LIMIT if self.memory is None else self.memory
-        ranking = rank_products(
-            self.product,
-            self.left,
-            self.dtype,
-            machine,
-            limit=limit,
-            exact=False,
-            top=10,
-            overlap=overlap,
-            run=run,
-            beside=self.ranks // self.left,
-        )
-        least = ranking.candidates[0].seconds
-        as_good = [candidate for candidate in ranking.candidates if candidate.seconds <= AS_GOOD * least]
-        best = min(as_good, key=lambda one: (not fills_nodes(self._whole(one), run), -one.grid.size))
-        if self.left == self.ranks:
-            best = best_of_few(
-                self.product, best, self.ranks, self.dtype, machine, cores, limit=limit, overlap=overlap, run=run
-            )
-        if note:
-            self._note(best, [one for one in ranking.candidates if one is not best], machine, cores)
-        return self._whole(best)
+        beside = GridShape(1, 1, 1, self.data, **self.axes)
+        best, runner_up = _chosen(self.product, self.ranks, self.dtype, machine, cores, limit, overlap, run, beside)
+        if note and runner_up is not None:
+            self._note(best, runner_up, machine, cores)
+        return _with(best, beside)
 
     def tell_idle(self, chosen: GridShape) -> None:
         """Warn if the chosen grid leaves ranks idle."""
@@ -124,32 +110,54 @@ class Auto:
                 "are" if idle > 1 else "is",
             )
 
-    def _note(self, best: Candidate, others: Sequence[Candidate], machine: Machine, cores: int) -> None:
+    def _note(self, best: Timed, after: Timed, machine: Machine, cores: int) -> None:
         """Log the choice and its runner-up. Both times count the cores of a node."""
 
-        def taken(one: Candidate) -> float:
+        def taken(one: Timed) -> float:
             return seconds_on_cores(one, one.grid.size * (self.ranks // self.left), machine, cores)
 
-        if others:
-            after = others[0]
-            whose = (
-                "the nominal machine (pmm3d tune machine measures this one)"
-                if machine.name == NOMINAL
-                else machine.name
-            )
-            logger.info(
-                "auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
-                best.grid,
-                f"{self.ranks:,}",
-                1e3 * taken(best),
-                whose,
-                after.grid,
-                1e3 * taken(after),
-                counted(cores, "core"),
-            )
+        whose = (
+            "the nominal machine (pmm3d tune machine measures this one)" if machine.name == NOMINAL else machine.name
+        )
+        logger.info(
+            "auto: %s on %s ranks, %.3g ms by the model of %s; next %s, %.3g ms; both on %s a node",
+            best.grid,
+            f"{self.ranks:,}",
+            1e3 * taken(best),
+            whose,
+            after.grid,
+            1e3 * taken(after),
+            counted(cores, "core"),
+        )
 
-    def _whole(self, candidate: Candidate) -> GridShape:
-        return GridShape(*candidate.grid[:3], self.data, **self.axes)
+
+@lru_cache(maxsize=64)
+def _chosen(
+    product: Product,
+    ranks: int,
+    dtype: str,
+    machine: Machine,
+    cores: int,
+    limit: int,
+    overlap: str,
+    run: int,
+    beside: GridShape,
+) -> tuple[Timed, Timed | None]:
+    """Return the grid of `Auto.chosen`, and its runner-up. `beside` has the axes besides x, y and z."""
+    left = ranks // beside.size
+    grids, *_ = timed_grids(
+        product, left, dtype, machine, limit=limit, exact=False, top=10, overlap=overlap, run=run, beside=beside.size
+    )
+    as_good = [each for each in grids if each.seconds <= AS_GOOD * grids[0].seconds]
+    best = min(as_good, key=lambda each: (not fills_nodes(_with(each, beside), run), -each.grid.size))
+    if left == ranks:
+        best = best_of_few(product, best, ranks, dtype, machine, cores, limit=limit, overlap=overlap, run=run)
+    return best, next((each for each in grids if each is not best), None)
+
+
+def _with(timed: Timed, beside: GridShape) -> GridShape:
+    """Return the grid of a product with further axes."""
+    return GridShape.of(beside.names, (*timed.grid[:3], *beside[3:]))
 
 
 def chosen_shape(

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise, permutations, product
+from operator import attrgetter
 
 from ..layout import FIRST, LOW_PRECISION, Coords, GridShape, Layout, aligned, itemsize, offsets, part_range, part_sizes
 from .move import Move
@@ -129,24 +130,34 @@ class ProductPlan:
         return RankPlan(self, coords)
 
     @cached_property
+    def first(self) -> RankPlan:
+        """The plan of the first rank, which has the largest blocks."""
+        return self.on_rank(FIRST)
+
+    @cached_property
     def fullest(self) -> list[RankPlan]:
-        """Ranks that include the rank with the most memory: the first rank if all ranks have parts of the same sizes.
-        Otherwise the corners of the grid, because parts differ by one element."""
-        first, last = self.on_rank(FIRST), self.on_rank(Coords(*(size - 1 for size in self.grid[:3])))
+        """Ranks that include the rank with the most memory, and the one that receives most: the first rank if all ranks
+        have parts of the same sizes. Otherwise the corners of the grid, because parts differ by one element."""
+        first, last = self.first, self.on_rank(Coords(*(size - 1 for size in self.grid[:3])))
         if first.sizes == last.sizes:
             return [first]
         edges = [sorted({0, size - 1}) for size in self.grid[:3]]
         return [self.on_rank(Coords(*corner)) for corner in product(*edges)]
 
+    @property
+    def _holding(self) -> list[RankPlan]:
+        """Ranks that include the rank with the most memory: the first rank if there is one panel."""
+        return [self.first] if self.panels == 1 else self.fullest
+
     @cached_property
     def workspace(self) -> int:
         """Bytes of work arrays on the fullest rank, which `max_workspace` limits."""
-        return max(rank.workspace for rank in self.fullest)
+        return max([rank.workspace for rank in self._holding])
 
     @cached_property
     def shared_work(self) -> int:
         """Bytes of work arrays in memory that ranks share, on the fullest rank."""
-        return max(rank.shared_work for rank in self.fullest) if self.sums_in_place else 0
+        return self.first.shared_work if self.sums_in_place else 0
 
     @cached_property
     def copies(self) -> int:
@@ -159,9 +170,15 @@ class ProductPlan:
         return max((move.work(self.rounds) for move in self.moves), default=0)
 
     @cached_property
+    def held(self) -> dict[str, int]:
+        """Bytes on the fullest rank: "shards" of A, B and C, and "workspace"."""
+        fullest = max(self._holding, key=lambda rank: rank.workspace + rank.shards)
+        return {"shards": fullest.shards, "workspace": fullest.workspace}
+
+    @property
     def memory(self) -> int:
         """Bytes on the fullest rank: its shards of A, B and C, and the work arrays."""
-        return max(rank.workspace + rank.shards for rank in self.fullest)
+        return sum(self.held.values())
 
 
 class RankPlan:
@@ -177,8 +194,9 @@ class RankPlan:
 
     def __init__(self, plan: ProductPlan, coords: Coords):
         self.plan = plan
-        m_size, self.k_size, n_size = (getattr(plan.grid, axis) for axis in plan.axis_roles)
-        m_index, self.k_index, n_index = (getattr(coords, axis) for axis in plan.axis_roles)
+        of_roles = attrgetter(*plan.axis_roles)
+        m_size, self.k_size, n_size = of_roles(plan.grid)
+        m_index, self.k_index, n_index = of_roles(coords)
         self.rows = _extent(plan.m, m_size, m_index)
         self.depth = _extent(plan.k, self.k_size, self.k_index)
         self.cols = _extent(plan.n, n_size, n_index)
@@ -260,7 +278,8 @@ class RankPlan:
     @cached_property
     def cuts(self) -> tuple[list[tuple[list[int], Slices]], ...]:
         """Results of `cut` for each panel of A and of B."""
-        return tuple([self.cut(part, panel) for panel in range(self.plan.panels)] for part in (self.a, self.b))
+        panels = range(self.plan.panels)
+        return [self.cut(self.a, panel) for panel in panels], [self.cut(self.b, panel) for panel in panels]
 
     @cached_property
     def c_counts(self) -> list[int]:

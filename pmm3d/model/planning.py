@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..errors import LayoutError, MemoryLimitError
-from ..layout import FIRST, GridShape, Layout, Placement
+from ..layout import SINGLE, GridShape, Layout, Placement
 from .move import ROUND_BYTES, Move
 from .node_map import FLAT, NodeMap
-from .plan import ROLES, Operand, ProductPlan, Roles, native
+from .plan import ROLES, Operand, ProductPlan, Roles
 from .stages import DIRECT
 
 OVERLAPS = "auto", "none", "decomposed"
@@ -88,7 +88,7 @@ def plan_product(
     if any(shared):
         plan = replace(plan, shared=shared)
     if wanted > 1:
-        first = plan.on_rank(FIRST)
+        first = plan.first
         plan = replace(plan, panels=max(1, min(wanted, first.depth)) if first.a.apart or first.b.apart else 1)
     if moves := _moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)):
         plan = replace(plan, moves=moves)
@@ -161,13 +161,15 @@ def _all_reduces(plan: ProductPlan) -> bool:
 def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
     """Return the moves of A, B and C if their layouts differ from those of the plan."""
     return tuple(
-        Move(
-            Placement(operand.shape, operand.layout, plan.grid, operand.order),
-            Placement(operand.shape, layout, plan.grid, operand.order),
-            plan.dtype,
-        )
-        for operand, layout in operands
-        if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid)
+        [
+            Move(
+                Placement(operand.shape, operand.layout, plan.grid, operand.order),
+                Placement(operand.shape, layout, plan.grid, operand.order),
+                plan.dtype,
+            )
+            for operand, layout in operands
+            if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid)
+        ]
     )
 
 
@@ -203,15 +205,19 @@ def _assignments(
 def _sharded_dim(layout: Layout, grid: GridShape, rows: str, cols: str, extra: str) -> int | None:
     """Return the dim, 0 or 1, that axis `extra` shards in a block that `rows` and `cols` split. -1: the block is whole.
     None: the layout is not native to these axes."""
-    known = {native(rows, cols, extra, dim).on(grid): dim for dim in (0, 1, -1)}
-    return known.get(layout.on(grid))
+    reduced = layout.on(grid)
+    if reduced.sums or reduced.units != SINGLE:
+        return None
+    of_rows, of_cols, further = [(axis,) if getattr(grid, axis) > 1 else () for axis in (rows, cols, extra)]
+    known = {(of_rows + further, of_cols): 0, (of_rows, of_cols + further): 1, (of_rows, of_cols): -1}
+    return known.get((reduced.rows, reduced.cols))
 
 
 def _within(plan: ProductPlan, limit: int) -> ProductPlan:
     """Return the plan with the least number of panels, at least its own, that keeps the limit."""
     if plan.workspace <= limit:
         return plan
-    low, high = plan.panels, max(plan.panels, plan.on_rank(FIRST).depth)
+    low, high = plan.panels, max(plan.panels, plan.first.depth)
     least = replace(plan, panels=high)
     if least.workspace > limit:
         raise MemoryLimitError(

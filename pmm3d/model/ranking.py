@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from heapq import nsmallest
 from math import sqrt
@@ -11,12 +12,12 @@ from math import sqrt
 from ..errors import GridError
 from ..layout import GridShape, itemsize
 from ..text import counted, in_bytes
-from .candidates import Candidate, Ranking
+from .candidates import Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
 from .planning import AUTO
-from .product_costs import Product, ProductCosts, Sizes3
+from .product_costs import Product, ProductCosts, Sizes3, Timed
 
 __all__ = [
     "Product",
@@ -28,6 +29,7 @@ __all__ = [
     "rank_products",
     "ranked_grids",
     "seconds_on_cores",
+    "timed_grids",
 ]
 
 PRICED = 50
@@ -42,6 +44,8 @@ MOST_RANKS = 1024
 """Factor of the number of ranks up to which the error message about memory searches for a sufficient number."""
 WORTH = 1.1
 """Speedup from which a grid of at most half of the ranks is preferred to the best grid of more ranks."""
+ROUNDED_DOWN = 1 - 1e-9
+"""Factor of a lower bound of seconds, which are rounded otherwise."""
 TURN = 1e-3
 """Additional seconds of a collective if ranks share cores. An agreement of 8 ranks on 2 cores takes 0.7 to 1.2 ms, and
 an agreement of 2 ranks 0.02 ms. Figures that were measured with shared cores include this time."""
@@ -122,26 +126,46 @@ def rank_products(
     >>> rank_products((512, 512, 512), 8, "float64", nominal(8)).candidates[0].grid
     GridShape(x=2, y=2, z=2, data=1)
     """
-    costs = ProductCosts(product, ranks, dtype, machine, overlap, run, beside)
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
+    kept, dropped, considered = timed_grids(
+        product, ranks, dtype, machine, limit=limit, exact=exact, top=top, overlap=overlap, run=run, beside=beside
+    )
+    candidates = [each.candidate() for each in kept]
+    too_large = [
+        replace(each.candidate(), why_not=f"holds {in_bytes(each.plan.memory)} a rank, more than {in_bytes(limit)}")
+        for each in dropped
+    ]
+    what, flop = f"{' x '.join(map(str, product))} {dtype}", flop_of(*product, dtype)
+    return Ranking(what, ranks, candidates, too_large, flop, dtype, considered)
+
+
+def timed_grids(
+    product: Product,
+    ranks: int,
+    dtype: str,
+    machine: Machine,
+    *,
+    limit: int = NO_LIMIT,
+    exact: bool = True,
+    top: int = 1,
+    overlap: str = AUTO,
+    run: int | None = None,
+    beside: int = 1,
+) -> tuple[list[Timed], list[Timed], int]:
+    """Return the grids of `rank_products` that keep the limit, those that do not, and the number of considered grids.
+
+    Arguments and errors are those of `rank_products`.
+    """
+    costs = ProductCosts(product, ranks, dtype, machine, overlap, run, beside)
     shapes = shapes_of(ranks) if exact else shapes_up_to(ranks)
     presets = [(ranks, 1, 1), (1, 1, ranks)] if exact else []
-    priced = sorted(
-        map(costs.priced, _worth(costs, shapes, limit, max(top, PRICED), presets)),
-        key=lambda candidate: _order(candidate, costs),
-    )
-    kept, dropped = list[Candidate](), list[Candidate]()
-    for candidate in priced:
-        needed = sum(candidate.memory.values())
-        if needed > limit:
-            dropped.append(replace(candidate, why_not=f"holds {in_bytes(needed)} a rank, more than {in_bytes(limit)}"))
-        else:
-            kept.append(candidate)
+    timed = sorted(map(costs.timed, _worth(costs, shapes, limit, max(top, PRICED), presets)), key=_order)
+    kept, dropped = list[Timed](), list[Timed]()
+    for each in timed:
+        (kept if each.plan.memory <= limit else dropped).append(each)
     if not kept:
-        raise _nothing_fits(costs, limit, min(sum(candidate.memory.values()) for candidate in dropped))
-    return Ranking(
-        f"{' x '.join(map(str, product))} {dtype}", ranks, kept, dropped, flop_of(*product, dtype), dtype, len(shapes)
-    )
+        raise _nothing_fits(costs, limit, min(each.plan.memory for each in dropped))
+    return kept, dropped, len(shapes)
 
 
 def ranked_grids(
@@ -177,16 +201,16 @@ def best_grid(
 
 def best_of_few(
     product: Product,
-    best: Candidate,
+    best: Timed,
     ranks: int,
     dtype: str,
     machine: Machine,
     cores: int,
     *,
-    limit: int,
+    limit: int = NO_LIMIT,
     overlap: str = AUTO,
     run: int | None = None,
-) -> Candidate:
+) -> Timed:
     """Return the fastest grid of at most half of the ranks if it is `WORTH` times as fast as `best`; else `best`.
 
     `best` is the best grid of more than half of the ranks. `cores` is the number of cores that the ranks of a node
@@ -194,35 +218,46 @@ def best_of_few(
 
         >>> machine = nominal(8)
         >>> def few(size, cores):
-        ...     best = rank_products((size, size, size), 8, "float64", machine).candidates[0]
-        ...     return str(best_of_few((size, size, size), best, 8, "float64", machine, cores, limit=2**63).grid)
+        ...     best = timed_grids((size, size, size), 8, "float64", machine)[0][0]
+        ...     return str(best_of_few((size, size, size), best, 8, "float64", machine, cores).grid)
         >>> few(64, 8), few(512, 8), few(512, 2), few(4096, 2)
         ('1x1x1', '2x2x2', '1x1x2', '2x2x2')
     """
-    seconds = seconds_on_cores(best, ranks, machine, cores)
-    candidates = {}
+    seconds, found = seconds_on_cores(best, ranks, machine, cores), dict[int, Timed]()
     for number in _numbers(ranks, machine.ranks_per_node, cores):
-        try:
-            ranking = rank_products(product, number, dtype, machine, limit=limit, top=1, overlap=overlap, run=run)
-        except GridError:
+        on_one_node = number <= machine.ranks_per_node  # then the product has one GEMM
+        if on_one_node and WORTH * _gemm_on_cores(product, number, dtype, machine, cores) > seconds:
             continue
-        candidates[number] = ranking.candidates[0]
-    taken = {number: seconds_on_cores(candidate, number, machine, cores) for number, candidate in candidates.items()}
+        with suppress(GridError):
+            found[number] = timed_grids(product, number, dtype, machine, limit=limit, overlap=overlap, run=run)[0][0]
+    taken = {number: seconds_on_cores(each, number, machine, cores) for number, each in found.items()}
     fastest = min(taken, key=lambda number: (taken[number], -number), default=0)
-    return candidates[fastest] if fastest and WORTH * taken[fastest] < seconds else best
+    return found[fastest] if fastest and WORTH * taken[fastest] < seconds else best
 
 
-def seconds_on_cores(candidate: Candidate, ranks: int, machine: Machine, cores: int) -> float:
-    """Return the seconds of a candidate, without the agreement of all ranks, if the ranks of a node share its cores.
+def seconds_on_cores(timed: Timed, ranks: int, machine: Machine, cores: int) -> float:
+    """Return the seconds of a product, without the agreement of all ranks, if the ranks of a node share its cores.
 
     `ranks` is the number of busy ranks on all nodes. `cores` is the number of cores of a node.
     """
-    busy, terms = min(ranks, machine.ranks_per_node), candidate.terms
+    busy, terms = min(ranks, machine.ranks_per_node), timed.terms
+    turns = sum([size > 1 for size in timed.grid[:3]]) if busy > cores and not machine.key else 0
+    computed = sum([terms.get(name, 0.0) for name in ("gemm", "passes", "overhead")])
+    return timed.seconds - terms.get("all", 0.0) + (_slower(busy, machine, cores) - 1) * computed + turns * TURN
+
+
+def _slower(busy: int, machine: Machine, cores: int) -> float:
+    """Return the factor of the time of computations if this number of busy ranks shares the cores of a node."""
     measured = max(1.0, machine.ranks_per_node / cores) if machine.key else 1.0
-    slower = max(1.0, busy / cores) / measured
-    turns = sum(size > 1 for size in candidate.grid[:3]) if busy > cores and not machine.key else 0
-    computed = sum(terms.get(name, 0.0) for name in ("gemm", "passes", "overhead"))
-    return candidate.seconds - terms.get("all", 0.0) + (slower - 1) * computed + turns * TURN
+    return max(1.0, busy / cores) / measured
+
+
+def _gemm_on_cores(product: Product, ranks: int, dtype: str, machine: Machine, cores: int) -> float:
+    """Return the shortest GEMM, a lower bound of `seconds_on_cores` of the grids of these ranks on one node."""
+    (m, n, k), computed_in = product, "float32" if dtype == "float16" else dtype
+    blocks = [(-(-m // z), -(-n // x), -(-k // y)) for x, y, z in shapes_of(ranks)]
+    shortest = min([machine.gemm_seconds(*block, computed_in) if all(block) else 0.0 for block in blocks])
+    return ROUNDED_DOWN * _slower(ranks, machine, cores) * shortest
 
 
 def _numbers(ranks: int, per_node: int, cores: int) -> list[int]:
@@ -242,12 +277,10 @@ def _worth(costs: ProductCosts, shapes: list[Sizes3], limit: int, number: int, p
     return [*(worth | dict.fromkeys(nsmallest(number, fitting, key=Estimate(costs))))]
 
 
-def _order(candidate: Candidate, costs: ProductCosts) -> tuple[float, ...]:
-    """Return the sort key of a candidate."""
-    grid, groups = candidate.grid, costs.groups(candidate.grid[:3])
-    crossed = sum(groups[axis].nodes - 1 for axis in "xyz")
-    held = _rounded(sum(candidate.memory.values()), 2)
-    return _rounded(candidate.seconds, DIGITS), -grid.size, crossed, held, grid.y, -grid.z
+def _order(each: Timed) -> tuple[float, ...]:
+    """Return the sort key of a grid."""
+    grid, held = each.grid, _rounded(each.plan.memory, 2)
+    return _rounded(each.seconds, DIGITS), -grid.size, each.crossed, held, grid.y, -grid.z
 
 
 def _nothing_fits(costs: ProductCosts, limit: int, least: int) -> GridError:

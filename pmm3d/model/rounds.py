@@ -162,16 +162,17 @@ def count(schedule: Schedule, row_bytes: int, off_node: Container[int] | None = 
         >>> count(reduce_scatter((2, 1), 0), 80)
         Volume(received=160, sent=80, work=192)
     """
-
-    def nbytes(messages: Sequence[tuple[int, Span]]) -> int:
-        return sum(
-            schedule.nbytes(span, row_bytes, row_bytes)
-            for peer, span in messages
-            if off_node is None or peer in off_node
-        )
-
-    received = sum(nbytes(each.receives) for each in schedule.rounds)
-    sent = sum(nbytes(each.sends) for each in schedule.rounds)
+    totals, callers = [0, 0], schedule.inputs + schedule.outputs
+    for each in schedule.rounds:
+        for side, messages in enumerate((each.receives, each.sends)):
+            for peer, span in messages:
+                if off_node is None or peer in off_node:
+                    buffer, start, stop, strides = span
+                    if strides is None and buffer < callers:  # most spans
+                        totals[side] += (stop - start) * row_bytes
+                    else:
+                        totals[side] += schedule.nbytes(span, row_bytes, row_bytes)
+    received, sent = totals
     return Volume(received, sent, aligned(schedule.work_rows * row_bytes))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 from weakref import proxy
 
@@ -195,27 +195,31 @@ class ProductRun(Generic[Matrix]):
 
     def _add(self, a: Array, b: Array, low: int, high: int, first: bool) -> None:
         """Run one GEMM: the rows low:high of A times B."""
-        grid, c = self.out.grid, self._c
-        with grid.ledger.phase("multiply"):
-            begun, helped = clock(), grid.engine.computes()
-            try:
-                if self._gemm is not None:
-                    self._gemm()
-                else:
-                    self.out.library.gemm(
-                        a[low:high],
-                        b,
-                        c.sums[low:high],
-                        self.alpha,
-                        c.beta(first),
-                        self._work,
-                        tf32=self._tf32,
-                        conjugated=(self._a.conjugated, self._b.conjugated),
-                    )
-            finally:
-                if helped:
-                    grid.engine.computed()
-                grid.ledger.computed("gemm", begun)
+        c = self._c
+        gemm = self._gemm or partial(
+            self.out.library.gemm,
+            a[low:high],
+            b,
+            c.sums[low:high],
+            self.alpha,
+            c.beta(first),
+            self._work,
+            tf32=self._tf32,
+            conjugated=(self._a.conjugated, self._b.conjugated),
+        )
+        run_gemm(self.out.grid, gemm)
+
+
+def run_gemm(grid: Grid, gemm: Callable[[], None]) -> None:
+    """Run a GEMM of a product on a grid, while messages make progress, and count its time."""
+    with grid.ledger.phase("multiply"):
+        begun, helped = clock(), grid.engine.computes()
+        try:
+            gemm()
+        finally:
+            if helped:
+                grid.engine.computed()
+            grid.ledger.computed("gemm", begun)
 
 
 def _by_rows(a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:

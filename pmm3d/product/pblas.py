@@ -1,4 +1,5 @@
-"""ScaLAPACK's p?gemm by the 3D product: block-cyclic A and B are moved to the fastest grid, and C is moved back."""
+"""ScaLAPACK's p?gemm. Block-cyclic A and B are moved to the processes of C, each of which multiplies its part of C. Or
+all are moved to the fastest grid for a 3D product, and C is moved back."""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ from typing import Any, NamedTuple
 from ..arrays import Array, Slab, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, GridShape, Placement, aligned, itemsize, natural
+from ..layout import BlockCyclic, GridShape, Placement, Tiled, aligned, itemsize, natural
+from ..layout.distribution import Split
+from ..layout.foreign import Lines, near_start, stored_in
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
-from .multiply import ProductRun, plan_for
+from .multiply import ProductRun, plan_for, run_gemm
 from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
+SEGMENT = 64
+"""Least k for each part of k that has a GEMM of its own."""
+UNEVEN = 1.1
+"""Largest ratio of the GEMM of the largest part of C to that of a rank of the product's grid at which C stays."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
 
@@ -92,13 +99,15 @@ def pgemm(
 
     Notes
     -----
-    Collective over the context. A and B are redistributed to the fastest grid and multiplied there, and C is sent back.
-    Each rank receives, once, the elements that it needs and does not store.
+    Collective over the context. Each process receives the rows of op(A) and the columns of op(B) that its part of C
+    needs. If that is more than the fastest grid of a 3D product moves, if C is divided unevenly, or with
+    `max_workspace`, A and B are redistributed to that grid and multiplied there, and C is sent back. Each rank
+    receives, once, the elements that it needs and does not store.
 
     The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
-    All products use the same memory for A, B and C on the product's grid. The memory is as large as the largest product
-    so far needs, or up to a quarter larger if that is less than 32 MiB. While a product is under way, others use memory
-    of their own. Small products of similar sizes use the grid that was chosen for the first of them.
+    All products use the same memory for the parts of A and B, and for C on a grid. The memory is as large as the
+    largest product so far needs, or up to a quarter larger if that is less than 32 MiB. While a product is under way,
+    others use memory of their own. Small products of similar sizes use the grid that was chosen for the first of them.
 
     Examples
     --------
@@ -155,6 +164,40 @@ class Form(NamedTuple):
         sizes = tuple(size >> max(0, size.bit_length() - 2) << max(0, size.bit_length() - 2) for size in self.sizes)
         parts = tuple((part.blocks, part.process_grid, part.numbering, part.ranks) for part in self.parts)
         return self.operations, sizes, parts, self.dtype
+
+    @property
+    def lines(self) -> tuple[Lines, Lines]:
+        """Rows of op(A) as those of C, and columns of op(B) as those of C: each process has what its part of C needs.
+
+        If k is divided alike in A and B, each process has an array for each part. It then receives the arrays of other
+        processes as they are stored.
+        """
+        a, b, c = self.parts
+        by_rows, by_cols = self.operations[0] == "N", self.operations[1] == "N"
+        of_a, of_b = a.cols if by_rows else a.rows, b.rows if by_cols else b.cols
+        alike = of_a.alike(of_b) and self.sizes[2] >= SEGMENT * of_a.parts
+        k = near_start(of_a) if alike else Split(self.sizes[2])
+        return Lines(c, 0, 0 if by_rows else 1, k), Lines(c, 1, 1 if by_cols else 0, k)
+
+    def keeps_c(self, grid: GridShape) -> bool:
+        """Return whether each process multiplies its own part of C, and C is not moved.
+
+        `grid` is the grid of the product, to which A and B and from which C would be moved otherwise. C is kept if its
+        processes then receive at most as many elements, and if none has a much larger part of C than a rank of the
+        grid. Products that are faster on fewer ranks, and those whose work memory is limited, use the grid.
+        """
+        (m, n, k), (x, y, z), (rows, cols) = self.sizes, grid[:3], self.parts[2].process_grid
+        _, height, width = self.parts[2].most()
+        received = height * k * (1 - 1 / cols) + k * width * (1 - 1 / rows)
+        moved = (m * k + k * n + m * n) / grid.size
+        of_m, of_n, of_k = -(-m // x), -(-n // z), -(-k // y)  # C is computed as its transpose
+        gathered = of_m * of_k * (1 - 1 / z) + of_k * of_n * (1 - 1 / x) + of_m * of_n * (1 - 1 / y)
+        return (
+            self.max_workspace is None
+            and grid.size >= rows * cols
+            and height * width * k <= UNEVEN * of_m * of_n * of_k
+            and received <= moved + gathered
+        )
 
 
 class Call(NamedTuple):
@@ -264,36 +307,41 @@ class PgemmPlan:
         (m, n, k), dtype = form.sizes, form.dtype
         self._multiplies = min(m, n, k) > 0
         placed = partial(_placed, form.parts, form.operations)
-        moves = lambda shape: [*zip(form.parts, placed(shape))]
-        self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, moves)
-        self._on_grid, self._active = placed(self.grid.shape, ranks), ranks[: self.grid.shape.size]
-        self._coming = [TileMove(self._base, *way, dtype) for way in zip(form.parts[:2], self._on_grid)]
-        self._back = TileMove(self._base, self._on_grid[2], form.parts[2], dtype)
-        for move in (*self._coming, self._back):
+        to_grid = lambda shape: [*zip(form.parts, placed(shape))]
+        self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, to_grid)
+        self._lines = form.lines if form.keeps_c(self.grid.shape) else ()
+        self._on_grid = [] if self._lines else placed(self.grid.shape, ranks)
+        self._there: list[Tiled] = [*self._lines, *self._on_grid]
+        self._active = ranks[: self.grid.shape.size]
+        if self._lines:
+            self._active = tuple([rank for rank in range(self._base.size) if form.parts[2].tiles(rank)])
+        self._coming = [TileMove(self._base, part, there, dtype) for part, there in zip(form.parts[:2], self._there)]
+        self._back = [TileMove(self._base, there, form.parts[2], dtype) for there in self._there[2:]]
+        moves = (*self._coming, *self._back)
+        for move in moves:
             if move.rounds > 1:
                 move.agree()
-        self.table_bytes = plan_bytes(self._base.size, max(move.rounds for move in (*self._coming, self._back)))
+        self.table_bytes = plan_bytes(self._base.size, max(move.rounds for move in moves))
         context._register(self)
 
     def _bind(self, alpha: complex | None) -> None:
-        """Make the matrices on the product's grid, in memory that the plans of the context share, and a product with
+        """Make the arrays of the plan, in memory that the plans of the context share, and a product on the grid with
         this alpha, if it is not None. May raise on this rank only."""
         dtype, grid = self._form.dtype, self.grid
         if self._needs_memory:
-            sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._on_grid]  # the same on all ranks
+            sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._there]  # the same on all ranks
+            sizes += [aligned(1) * lines.others.parts for lines in self._lines]  # each part of k is an array
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
-            slab = Slab(self._memory, self._library)
-            shapes = [there.layout.box(there.shape, grid.shape, grid.coords).shape for there in self._on_grid]
-            self._matrices = [
-                DistMatrix(grid, slab.array(shape[::-1], dtype).T, there.shape, there.layout, "F")
-                for shape, there in zip(shapes, self._on_grid)
-            ]
+            slab, rank = Slab(self._memory, self._library), self._base.rank
             self._arrays = [
-                [matrix.memory for _ in there.tiles(self._base.rank)]
-                for matrix, there in zip(self._matrices, self._on_grid)
+                [slab.array(shape[::-1], dtype).T for shape in there.local_shapes(rank)] for there in self._there
             ]
-            for moves in (self._coming, [self._back]):  # no rank then lacks work memory for the moves
+            self._matrices = [
+                DistMatrix(grid, arrays[0] if arrays else slab.array((0, 0), dtype).T, there.shape, there.layout, "F")
+                for arrays, there in zip(self._arrays, self._on_grid)
+            ]
+            for moves in (self._coming, self._back):  # no rank then lacks work memory for the moves
                 with ExitStack() as work:
                     for move in moves:
                         work.enter_context(self._base.workspace.slab(move.work, self._library))
@@ -312,7 +360,7 @@ class PgemmPlan:
         return self._memory is None or (self._shares_memory and bool(self._context._under_way))
 
     def _unbind(self) -> None:
-        """Give up the matrices on the product's grid. The next call makes them again."""
+        """Give up the arrays of the plan. The next call makes them again."""
         self._close_product()
         self._work.close()
         self._run, self._memory = None, None
@@ -361,7 +409,7 @@ class PgemmPlan:
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
-        runs = multiplies and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
+        runs = multiplies and not self._lines and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
         if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
@@ -371,12 +419,15 @@ class PgemmPlan:
                 raise
         self._alpha = call.alpha
         self._context._under_way.append(self)
-        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0))
+        arrays = self._arrays
+        if self._lines:
+            arrays = [self._with_own(which, given, call.c) for which, given in enumerate((call.a, call.b))]
+        finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0), arrays)
         try:
             with self._base.ledger.phase("redistribute"):
                 coming = [
                     move.start(self._library, given, own)
-                    for move, given, own in zip(self._coming, (call.a, call.b), self._arrays)
+                    for move, given, own in zip(self._coming, (call.a, call.b), arrays)
                     if multiplies
                 ]
         except BaseException:
@@ -392,15 +443,61 @@ class PgemmPlan:
             self._context._under_way.remove(self)
         self._context._forget_memory()
 
-    def _finish(self, call: Call) -> None:
+    def _finish(self, call: Call, arrays: list[list[Array]]) -> None:
         self._pending = None
         self._context._under_way.remove(self)
+        if self._lines:
+            for c in call.c:
+                self._multiply_into(self._own_c(c), call, arrays)
+            return
         if call.alpha == 0:
             self._matrices[2].memory[...] = 0
         else:
             self._multiply(call.alpha)
         with self._base.ledger.phase("redistribute"):
-            self._back.start(self._library, self._arrays[2], call.c, call.beta).wait()
+            for move in self._back:
+                move.start(self._library, self._arrays[2], call.c, call.beta).wait()
+
+    def _with_own(self, which: int, given: list[Array], of_c: list[Array]) -> list[Array]:
+        """Arrays of the parts of A (`which` 0) or B (1). The array that the caller passed replaces a part whose
+        elements all are in it, so that they are not copied, if BLAS can read it while C is written."""
+        part, there, arrays, rank = self._form.parts[which], self._lines[which], self._arrays[which], self._base.rank
+        tiles, library = there.tiles(rank), self._library
+        for own, array in zip(part.tiles(rank), given):
+            if own in tiles and part.rows.alike(there.rows) and part.cols.alike(there.cols):
+                here, wanted = stored_in(part, own), stored_in(there, own)
+                by_columns = library.strides(array)[0] == library.strides(arrays[0])[0]
+                if by_columns and not any(library.share_memory(array[here], self._own_c(c)) for c in of_c):
+                    moved = tuple(slice(old.start - new.start, None) for old, new in zip(here, wanted))
+                    arrays = [array[moved] if tile == own else other for tile, other in zip(tiles, arrays)]
+        return arrays
+
+    def _own_c(self, c: Array) -> Array:
+        """The elements of C in this rank's array."""
+        (tile,) = self._form.parts[2].tiles(self._base.rank)
+        return c[stored_in(self._form.parts[2], tile)]
+
+    def _multiply_into(self, c: Array, call: Call, arrays: list[list[Array]]) -> None:
+        """Compute C = alpha op(A) op(B) + beta C of the elements of C that this rank stores."""
+        (of_a, of_b), library, beta = self._form.operations, self._library, call.beta
+        factors = [
+            [array[stored_in(lines, tile)] for array, tile in zip(own, lines.tiles(self._base.rank))]
+            for own, lines in zip(arrays, self._lines)
+        ]
+        pairs = [(a if of_a == "N" else a.T, b if of_b == "N" else b.T) for a, b in zip(*factors)]
+        used = [(a, b) for a, b in pairs if a.shape[1]][: 1 if call.alpha == 0 else None]
+        conjugated, into = (of_a == "C", of_b == "C"), c
+        for a, b in used or pairs[:1]:
+            gemm = partial(library.gemm, a, b, alpha=call.alpha, work=self._base.workspace, conjugated=conjugated)
+            with self.grid.engine.guard:
+                try:
+                    run_gemm(self.grid, partial(gemm, into, beta=beta))
+                except ValueError:  # BLAS cannot write to this C: no dim has stride 1
+                    into = library.empty(tuple(c.shape)[::-1], self._form.dtype).T
+                    run_gemm(self.grid, partial(gemm, into, beta=0))
+            beta = 1
+        if into is not c:
+            c[...] = into if call.beta == 0 else into + call.beta * c
 
     def _multiply(self, alpha: complex) -> None:
         """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was

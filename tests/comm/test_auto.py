@@ -2,6 +2,7 @@
 
 import logging
 import re
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -12,6 +13,7 @@ from loops import given
 from pmm3d import BlacsContext, DistMatrix, Grid, GridError, GridShape, Layout, matmul, pgemm
 from pmm3d.comm import machine_cache
 from pmm3d.comm.nodes import Process, Processes, row
+from pmm3d.model import choose_grid, ranking
 from pmm3d.model.choose_grid import chosen_shape, fills_nodes
 from pmm3d.model.machines import as_toml, groups_of, load
 from pmm3d.model.product_costs import ProductCosts
@@ -260,3 +262,41 @@ def test_few_ranks_keep_the_memory():
     hosts, limit = on_hosts("a" * 8), 64 * 64 * 8 * 2
     chosen = auto(8, (64, 64, 64), memory=limit).chosen(None, 8, *hosts, False)
     assert chosen.size > 1 and memory((64, 64, 64), chosen, "float64") <= limit
+
+
+def test_a_choice_takes_few_calls_of_python():
+    """Of a new size 2,900 to 3,400 calls; it took 8,900 to 11,600. The choice for the same size is not made again."""
+
+    def calls(*size):
+        made = []
+        sys.setprofile(lambda frame, event, given: made.append(event == "call"))
+        auto(4, size).chosen(None, 4, *hosts, False)
+        sys.setprofile(None)
+        return sum(made)
+
+    hosts = on_hosts("a" * 4)
+    calls(1000, 1000, 1000)
+    assert max(calls(1001, 1001, 1001), calls(70, 71, 72), calls(3000, 20, 500)) < 4000
+    assert calls(1000, 1000, 1000) < 100
+
+
+@pytest.mark.parametrize("machine", [NOMINAL, replace(NOMINAL, key={"cpu": "this one"})])
+def test_few_ranks_that_are_not_priced_are_not_the_fastest(machine, monkeypatch):
+    """Their shortest GEMM alone takes longer than the best grid."""
+    drawn = np.random.default_rng(5)
+    cases = [(int(drawn.choice([4, 6, 8, 12])), *map(int, 2 ** drawn.uniform(2, 12, 3)), int(2 ** drawn.integers(4)))
+             for _ in range(40)]  # fmt: skip
+
+    def choices():
+        choose_grid._chosen.cache_clear()
+        return [
+            chosen_shape("auto", 1, {}, ranks, size, dtype, None).chosen(machine, cores, ranks, ranks, False)
+            for ranks, *size, cores in cases
+            for dtype in ("float64", "float16")
+        ]
+
+    numbers, timed = list[int](), ranking.timed_grids
+    monkeypatch.setattr(ranking, "timed_grids", lambda *given, **how: numbers.append(given[1]) or timed(*given, **how))
+    found, few = choices(), len(numbers)
+    monkeypatch.setattr(ranking, "_gemm_on_cores", lambda *_: 0.0)
+    assert choices() == found and few < len(numbers) - few

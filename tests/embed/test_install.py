@@ -24,7 +24,8 @@ def test_what_is_installed_over_an_older_version_runs_without_the_clone(tmp_path
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, clone / name)
     older = prefix / "lib" / "libpmm3d.so.0.0.9", prefix / "lib" / "pmm3d" / "bin" / "pip"
-    for path in older:
+    interrupted = prefix / "lib" / "pmm3d.old" / "bin" / "pip"  # left by an install that was interrupted
+    for path in (*older, interrupted):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o755)
     command = ["make", "install", f"PREFIX={prefix}", "MPICC=mpicc.openmpi"]
@@ -32,6 +33,7 @@ def test_what_is_installed_over_an_older_version_runs_without_the_clone(tmp_path
     environ["PYTHONPATH"] = os.pathsep.join(map(str, ROOT.glob(".venv-embed/lib/python*/site-packages")))
     done = subprocess.run(command, cwd=clone, env=environ, text=True, capture_output=True)
     assert done.returncode == 0 and not older[0].exists(), done.stdout + done.stderr
+    assert not interrupted.parents[1].exists()
     command[-1] = "MPICC=false"
     assert subprocess.run(command, cwd=clone, env=environ, capture_output=True).returncode != 0  # nothing is replaced
     shutil.rmtree(clone)

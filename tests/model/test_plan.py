@@ -69,6 +69,8 @@ def test_owners_bring_what_the_others_expect(plan, operand):
 def test_what_is_sent_arrives_and_the_fullest_ranks_are_at_the_corners(plan):
     ranks = [plan.on_rank(coords) for coords in ranks_of(plan)]
     assert plan.workspace == max(rank.workspace for rank in ranks)
+    if plan.panels == 1:
+        assert plan.memory == max(rank.workspace + rank.shards for rank in ranks)
     for axis in "xyz":
         sent = [rank.bytes_sent[axis] for rank in ranks]
         assert sum(sent) == sum(rank.bytes_received[axis] for rank in ranks)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from samples import integers, to_library
 
-from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, matmul
+from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, MatmulPlan, matmul
 from pmm3d.arrays import NumpyLibrary
 from pmm3d.model.plan import ProductPlan
 from pmm3d.product import checks, multiply
@@ -129,3 +129,14 @@ def test_the_plans_of_the_last_products_are_kept(some_grid, monkeypatch):
         product = left @ DistMatrix.from_global(some_grid, to_library(b), layout=Layout.B)
         assert np.array_equal(product.gather(), a @ b)
     assert some_grid.attached[ProductPlan].cache_info().currsize == 4
+
+
+@pytest.mark.parallel([4])
+def test_an_operand_of_another_grid_on_one_rank_is_refused_on_all(comm):
+    with Grid(comm, (1, 1, 4)) as grid, Grid(comm, (2, 2, 1)) as other:
+        a, b = DistMatrix.random(grid, (8, 8)), DistMatrix.random(grid, (8, 8), layout=Layout.B)
+        theirs = DistMatrix.random(other, (8, 8), layout=Layout.B)
+        for product in (matmul, MatmulPlan):
+            with pytest.raises(DisagreementError, match="different arguments"):
+                product(a, theirs if comm.rank == 1 else b)
+        assert matmul(a, b).shape == (8, 8)

@@ -27,6 +27,7 @@ from pmm3d import (
     pgemm,
 )
 from pmm3d.arrays import Workspace
+from pmm3d.comm import executor
 from pmm3d.model.move import RankMove
 from pmm3d.product import blacs, pblas
 from pmm3d.product import multiply as planning
@@ -41,13 +42,13 @@ DTYPES = "float32", "float64", "complex64", "complex128"
 class Part:
     """A random block-cyclic matrix with a part of this number of rows and columns. local: array of this rank."""
 
-    def __init__(self, context, random, rows, cols, dtype="float64"):
+    def __init__(self, context, random, rows, cols, dtype="float64", at=(), blocks=()):
         number = lambda low, high: int(random.integers(low, high))
-        self.i, self.j, self.shape = number(1, 6), number(1, 6), (rows, cols)
+        (self.i, self.j), self.shape = at or (number(1, 6), number(1, 6)), (rows, cols)
         m, n = rows + self.i - 1 + number(0, 4), cols + self.j - 1 + number(0, 4)
         self.whole = integers((m, n), dtype, seed=number(0, 1000))
-        first = [number(0, size) for size in context.shape]
-        self.descriptor = context.descriptor(m, n, number(1, 9), number(1, 9), *first)
+        first = [0, 0] if blocks else [number(0, size) for size in context.shape]
+        self.descriptor = context.descriptor(m, n, *(blocks or (number(1, 9), number(1, 9))), *first)
         self.local = self.arrays()[0]
 
     def arrays(self):
@@ -109,6 +110,87 @@ def test_products_of_parts(comm, dtype):
             pgemm(transa, transb.lower(), m, n, k, 3, *a.passed, *b.passed, beta, *c.passed)
             c.part[...] = 3 * (FORMS[transa](a.part) @ FORMS[transb](b.part)) + beta * c.part
             assert (c.local == c.arrays()[0]).all()
+
+
+@pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
+@pytest.mark.deadline(180)
+def test_products_whose_c_stays_where_it_is(comm, monkeypatch):
+    """Parts of matrices whose blocks are alike or not, with gaps, by columns or by rows."""
+    monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, grid: True)
+    monkeypatch.setattr(pblas, "SEGMENT", 4)
+    random, segments, own = np.random.default_rng(7), set(), set()
+    with_own = PgemmPlan._with_own
+
+    def noted(plan, which, *given):
+        arrays = with_own(plan, which, *given)
+        own.add(arrays is not plan._arrays[which])
+        segments.add(plan._lines[which].others.parts)
+        return arrays
+
+    monkeypatch.setattr(PgemmPlan, "_with_own", noted)
+    for shape in {(1, comm.size), (2 if comm.size % 2 == 0 else 1, max(1, comm.size // 2)), (1, 1)}:
+        with BlacsContext(comm, shape, random.choice(["R", "C"])) as context:
+            for transa, transb, beta in (("N", "N", 0), ("T", "C", 1), ("C", "N", 2), ("N", "T", -1), ("T", "T", 0)):
+                dtype, (m, n, k), block = str(random.choice(DTYPES)), random.integers(1, 50, 3), random.integers(1, 9)
+                starts = [1 + int(random.choice([0, block, 2 * block * comm.size, 5])) for _ in range(3)]
+                blocks = (block, block) if random.random() < 0.8 else (block, block + 1)
+                a, b, c = (
+                    Part(context, random, rows, cols, dtype, at, blocks)
+                    for rows, cols, at in (
+                        (m, k, starts[::2]) if transa == "N" else (k, m, starts[::-2]),
+                        (k, n, starts[:0:-1]) if transb == "N" else (n, k, starts[1:]),
+                        (m, n, starts[:2]),
+                    )
+                )
+                for _ in range(2):
+                    pgemm(transa, transb, m, n, k, 2, *a.passed, *b.passed, beta, *c.passed)
+                    c.part[...] = 2 * (FORMS[transa](a.part) @ FORMS[transb](b.part)) + beta * c.part
+                    assert all((each.local == each.arrays()[0]).all() for each in (a, b, c))
+    assert own == {True, False} and (comm.size < 4 or len(segments) > 1)
+
+
+@pytest.mark.parallel([4])
+def test_a_process_receives_what_its_part_of_c_needs_and_copies_nothing(comm, monkeypatch):
+    n = 640
+    with BlacsContext(comm, (2, 2)) as context:
+        square, a, c = square_of(context, n, 32)
+        b = a.copy(order="F")
+        monkeypatch.setattr(Grid, "shape_for", lambda *_: GridShape(2, 1, 2))
+        copied, copy_into = [], executor.copy_into
+
+        def noted(library, source, out):
+            copied.append(source.size)
+            copy_into(library, source, out)
+
+        monkeypatch.setattr(executor, "copy_into", noted)
+        with planned(square) as plan:
+            for turn in range(2):
+                plan(a, b, c, alpha=1 + turn, beta=turn)
+                assert (c == (1, 3)[turn] * n).all()
+        moved = context.grid.ledger.total(phase="redistribute")
+        assert moved.received == moved.sent == 2 * 2 * (n // 2) ** 2 * 8
+        assert max(copied, default=0) < n  # no matrix
+        assert plan.grid.ledger.total(phase="multiply").received == 0
+        pgemm("N", "N", n, n, n, 1, a, 1, 1, square, b, 1, 1, square, 0, b, 1, 1, square)  # a B that C overwrites
+        assert (b == n).all() and max(copied) == (n // 2) ** 2
+        gaps = np.ones((n, n), order="F")[::2, ::2]  # no BLAS writes to this C
+        pgemm("N", "N", n, n, n, 1, a, 1, 1, square, a, 1, 1, square, 2, gaps, 1, 1, square)
+        assert (gaps == n + 2).all()
+
+
+@pytest.mark.parallel([1])
+def test_c_moves_if_that_is_less_or_the_work_is_limited(comm):
+    def kept(shape, sizes, block=16, grid=(2, 1, 2), limit=None):
+        part = lambda rows, cols: BlockCyclic((rows, cols), (block, block), shape)
+        m, n, k = sizes
+        parts = part(m, k), part(k, n), part(m, n)
+        return pblas.Form(("N", "N"), sizes, parts, "float64", "numpy", limit).keeps_c(GridShape(*grid))
+
+    assert kept((2, 2), (640, 640, 640)) and not kept((2, 2), (640, 640, 640), limit=2**30)
+    assert not kept((16, 1), (640, 640, 640), grid=(4, 1, 4))  # each process would receive all of B
+    assert not kept((2, 2), (640, 640, 640), block=600)  # one process would have most of C
+    assert not kept((4, 4), (64, 64, 64000), grid=(1, 16, 1))  # sums of C are smaller than A and B
+    assert not kept((2, 2), (64, 64, 64), grid=(1, 1, 1))  # one rank is faster
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
@@ -183,13 +265,15 @@ def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
 
 @pytest.mark.parallel([2], thorough=[4])
 @looped("library", ["torch", "standin"])
-def test_arrays_of_other_libraries(comm, library):
-    with BlacsContext(comm, (1, comm.size)) as context:
-        a, b, c = (Part(context, np.random.default_rng(seed), 9, 9, "complex64") for seed in range(3))
-        a.local, b.local, c.local = (to_library(part.local.T, library).T for part in (a, b, c))
-        pgemm("T", "N", 9, 9, 9, 1, *a.passed, *b.passed, 1, *c.passed)
-        c.part[...] += a.part.T @ b.part
-        assert (c.arrays()[0] == to_numpy(c.local.T, library).T).all()
+def test_arrays_of_other_libraries(comm, library, monkeypatch):
+    for stays in (False, True):
+        monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, grid, stays=stays: stays)
+        with BlacsContext(comm, (1, comm.size)) as context:
+            a, b, c = (Part(context, np.random.default_rng(seed), 9, 9, "complex64") for seed in range(3))
+            a.local, b.local, c.local = (to_library(part.local.T, library).T for part in (a, b, c))
+            pgemm("T", "N", 9, 9, 9, 1, *a.passed, *b.passed, 1, *c.passed)
+            c.part[...] += a.part.T @ b.part
+            assert (c.arrays()[0] == to_numpy(c.local.T, library).T).all()
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])

@@ -72,6 +72,9 @@ class Machine:
     axonn: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     in_steps: InSteps = InSteps()
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.ranks_per_node))
+
     def gemm_seconds(self, m: int, n: int, k: int, dtype: str, form: str = "nn") -> float:
         """Return the seconds of C (m, n) = A (m, k) B on a rank.
 

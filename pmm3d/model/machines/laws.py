@@ -6,6 +6,7 @@ The law is linear in its figures, so least squares determine them. `terms` retur
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from ..node_map import GATHERS_FROM
@@ -102,7 +103,7 @@ class Law(NamedTuple):
             >>> Law(0.5, 0, 0, 1, 2).seconds("all_gather", Group(size=2, inside=1, nodes=2, sharers=4), 1000)
             8000.5
         """
-        return sum(figure * term for figure, term in zip(self, terms(operation, group, nbytes, by_nodes)))
+        return sum(map(mul, self, terms(operation, group, nbytes, by_nodes)))
 
 
 def terms(operation: str, group: Group, nbytes: float, by_nodes: bool | None = None) -> Terms:

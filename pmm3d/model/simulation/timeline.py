@@ -129,15 +129,16 @@ def simulate(table: Sequence[Task]) -> Timeline:
     now, last = 0.0, dict[str, int]()
     begun, ended, before = list[float](), list[float](), list[int | None]()
     for number, task in enumerate(table):
-        begin, earlier = now, last.get(task.resource)
-        if not 0.0 <= task.seconds < inf or (task.after and not 0 <= min(task.after) <= max(task.after) < number):
+        after = task.after
+        if not 0.0 <= task.seconds < inf or (after and not 0 <= min(after) <= max(after) < number):
             raise Pmm3dError(
                 f"task {number} ({task.name or task.kind}) takes {task.seconds} seconds, after tasks "
                 f"{list(task.after)}: give it a finite time, at least 0, and tasks before it in the table"
             )
-        for other in task.after if earlier is None else (*task.after, earlier):
-            if ended[other] > begin:
-                begin = ended[other]
+        earlier = last.get(task.resource)
+        begin = now if earlier is None else max(now, ended[earlier])
+        for other in after:
+            begin = max(begin, ended[other])
         begun.append(begin)
         ended.append(begin + task.seconds)
         before.append(earlier)

@@ -18,7 +18,7 @@ from ...arrays import NumpyLibrary, check_matrix_dtype, library_here, library_na
 from ...arrays.blas_choice import KERNEL_VARIABLE, is_measured
 from ...comm import Grid, Host, free_memory, hosts, mpi_name
 from ...errors import DTypeError, OutOfMemoryError, Pmm3dError
-from ...layout import FIRST, Layout
+from ...layout import Layout
 from ...model import ProductPlan, lower_bound, machine
 from ...model.machine import lack_of_memory
 from ...model.machines import flop_of
@@ -342,7 +342,7 @@ def _verified(case: Case, a: DistMatrix, b: DistMatrix, c: DistMatrix) -> tuple[
 
 def _stored(plan: ProductPlan, orders: str) -> dict[str, Any]:
     """Return the fields of a result about the storage of the matrices."""
-    first = plan.on_rank(FIRST)
+    first = plan.first
     of_a, of_b = first.a.in_place, first.b.in_place
     rows, cols = first.rows, first.cols
     if orders[2] == "F":  # as C^T = B^T A^T
