@@ -66,11 +66,12 @@ def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: boo
 
 
 def _label(line: str) -> str:
-    """The beginning of a line, without the verdict of `pmm3d doctor`, and without "no core", which a quiet machine does
-    not print. "" for continuation lines, and for the rule of a table, whose width depends on the figures."""
+    """The beginning of a line, without the verdict of `pmm3d doctor`, the name of a CPU, and "no core", which a quiet
+    machine does not print. "" for continuation lines, and for the rule of a table, whose width depends on the figures."""
     if line.startswith("    ") or set(line) <= set(" ─"):
         return ""
-    return re.split(r"\d|\s{2,}|\.\.\.|, no core", re.sub(r"^(ok|note|warning|failure) +", "", line.strip()))[0].strip()
+    same = re.sub(r"^(ok|note|warning|failure) +|^.*(?=, \d+ ranks? a node)", "", line.strip())
+    return re.split(r"\d|\s{2,}|\.\.\.|, no core", same)[0].strip()
 
 
 SHORTER = {"12000": "360", "10000": "300", "1000": "60"}
