@@ -67,7 +67,7 @@ def follow(page: list[Step], folder: Path, run: Callable[[str], str], exact: boo
 
 def _label(line: str) -> str:
     """The beginning of a line, without the verdict of `pmm3d doctor`, the name of a CPU, and "no core", which a quiet
-    machine does not print. "" for continuation lines, and for the rule of a table, whose width depends on the figures."""
+    machine does not print. "" for continuation lines, and for the rule of a table, whose width depends on figures."""
     if line.startswith("    ") or set(line) <= set(" ─"):
         return ""
     same = re.sub(r"^(ok|note|warning|failure) +|^.*(?=, \d+ ranks? a node)", "", line.strip())
