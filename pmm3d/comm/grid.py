@@ -47,7 +47,7 @@ class Grid(ProcessGroup):
         training: "ddp" (all ranks along data), "fsdp" (all along z: ZeRO-3), "hsdp" (data times z), "megatron" (data
         times x).
     data : int
-        Gdata.
+        Gdata. "auto" keeps this number; in a configuration of `pmm3d train`, "auto" chooses it.
     seq : int or None
         Number of ranks that share a sequence: the same as axes={"seq": number}.
     pipe : int or None

@@ -48,8 +48,8 @@ def machine_command(
     All ranks measure at once, which takes less than two minutes. Start as many ranks on a node as in your jobs, because
     the figures hold for that number. For jobs on several nodes, measure on several nodes. Let no other program run.
 
-    The machine is stored in the user's cache folder. Grid("auto") and `pmm3d plan` use it if CPU, MPI, BLAS, versions
-    and ranks per node are the same. PMM3D_MACHINE selects another machine, or a file.
+    The machine is stored in the user's cache folder. Grid(comm, "auto") and `pmm3d plan` use it if CPU, MPI, BLAS,
+    versions and ranks per node are the same. PMM3D_MACHINE selects another machine, or a file.
 
     The time of the slowest rank counts. `pmm3d doctor` names ranks that are slower than the others. Sizes between
     measured sizes are interpolated. A law of latency and bandwidth gives the time of groups that were not measured. Its
