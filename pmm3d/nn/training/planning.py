@@ -257,7 +257,7 @@ class _Planner:
         if self._held(grid) > self.limit:
             return LARGER
         if grid in left_out:
-            return f"only the {LONGER} fastest grids with pipe, and with seq, by a rough estimate are priced"
+            return f"only the {LONGER} fastest grids with pipe, and with seq, are priced"
         return SLOWER
 
     def _idle(self, grid: GridShape) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking, cause_of
+from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking
 from ...model.ranking import lower_bound
 from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time
 from ..output import FigureTable, check_writable, say_written, write_json
