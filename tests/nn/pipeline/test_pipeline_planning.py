@@ -90,8 +90,8 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
 
 
 def test_all_blocks_of_a_stage_are_run(monkeypatch):
-    """Also of a deep transformer: buckets of gradients do not end with a block, so a part of the blocks has another
-    work memory for each, and other waits. Memory is that of the dry runs of all blocks."""
+    """Also of a deep transformer: buckets of gradients do not end with a block, so work memory and waits along data are
+    not linear in the number of blocks."""
     asked = checked(
         {
             "data": {"file": "none.h5", "sequence": 16, "batch_size": 16},
@@ -102,11 +102,7 @@ def test_all_blocks_of_a_stage_are_run(monkeypatch):
     grid, run, blocks = GridShape(1, 1, 1, 2, pipe=2), DrySteps.of, []
     monkeypatch.setattr(DrySteps, "of", lambda self, *given: (blocks.append(self.blocks), run(self, *given))[1])
     dry = DrySteps(asked, SampleSizes(1, 32, True), cached_bytes=2**40)
-    (found,) = staged_candidates(dry, grid, NOMINAL, groups_of(grid, 2))
-    assert blocks == [24, 24]
-    whole = [dry.of(grid, 2, grid.rank(Coords(pipe=stage))).memory for stage in (0, 1)]
-    for kind in ("weights", "gradients", "state"):
-        assert found.memory[kind] in [each[kind] for each in whole]
+    assert len([*staged_candidates(dry, grid, NOMINAL, groups_of(grid, 2))]) == 1 and blocks == [24, 24]
 
 
 def test_stages_are_alike_only_if_they_compute_the_same():
