@@ -21,8 +21,9 @@ from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools import output
 from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
-from pmm3d.tools.plan.ranking import _times, choice, draw, hidden_lines, shown_of
+from pmm3d.tools.plan.ranking import _memory, _times, choice, draw, hidden_lines, shown_of
 from pmm3d.tools.plots import draw_schedules
+from pmm3d.tools.terminal import JOINT
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 SMALL = tuple("gpt --layers 2 --hidden 64 --sequence 32 --batch 32 --heads 4 --vocabulary 128".split())
@@ -263,6 +264,8 @@ def test_a_table_of_long_names_is_one_table_on_80_columns(sizes):
     found = table.table(False, 80)
     assert found.fits(80) and found.names[-1] == "rest" and "peak %" not in found.names
     assert "peak %" in _times(ranking, shown_of(ranking, 1), 1e12, None).table(True, 80).names
+    [memory] = _memory(2, ", limit 2 x 954 MiB", ranking, shown_of(ranking, 1))
+    assert f"954{JOINT}MiB" in memory.title, "no line ends between the number and the unit"
 
 
 STAGED = (*SMALL, "--ranks", 16, "--micro-batches", 4, "--machine", "frontier")
