@@ -50,8 +50,10 @@ def preset_of(grid: GridShape, activations: str = "replicated") -> str:
     return "5d" if len(copies) == 2 and others == {"x", PIPE, SEQ} else ""
 
 
-LOWER, MEMORY, SLOWER = "ranked lower", "too much memory", "slower by a rough estimate, not priced"
-"""Reasons why a grid is not shown: others are better; it does not fit; it was not worth a price."""
+LOWER, MEMORY = "ranked lower", "too much memory"
+"""Reasons why a priced grid is not shown: others are better; it does not fit."""
+SLOWER, LARGER = (f"{why} by a rough estimate, not priced" for why in ("slower", "too much memory"))
+"""Reasons why a grid is not priced."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import sqrt
 from ..errors import GridError
 from ..layout import GridShape, itemsize
 from ..text import counted, in_bytes
-from .candidates import Ranking
+from .candidates import LARGER, Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
@@ -127,7 +127,7 @@ def rank_products(
     GridShape(x=2, y=2, z=2, data=1)
     """
     limit = (machine.memory or NO_LIMIT) if limit is None else limit
-    kept, dropped, considered = timed_grids(
+    kept, dropped, shapes = timed_grids(
         product, ranks, dtype, machine, limit=limit, exact=exact, top=top, overlap=overlap, run=run, beside=beside
     )
     candidates = [each.candidate() for each in kept]
@@ -136,7 +136,9 @@ def rank_products(
         for each in dropped
     ]
     what, flop = f"{' x '.join(map(str, product))} {dtype}", flop_of(*product, dtype)
-    return Ranking(what, ranks, candidates, too_large, flop, dtype, considered)
+    priced = {each.grid[:3] for each in [*kept, *dropped]}
+    large = sum(shape not in priced and estimated_bytes(product, dtype, shape) > limit for shape in shapes)
+    return Ranking(what, ranks, candidates, too_large, flop, dtype, len(shapes), {LARGER: large} if large else {})
 
 
 def timed_grids(
@@ -151,8 +153,8 @@ def timed_grids(
     overlap: str = AUTO,
     run: int | None = None,
     beside: int = 1,
-) -> tuple[list[Timed], list[Timed], int]:
-    """Return the grids of `rank_products` that keep the limit, those that do not, and the number of considered grids.
+) -> tuple[list[Timed], list[Timed], list[Sizes3]]:
+    """Return the grids of `rank_products` that keep the limit, those that do not, and all considered grids.
 
     Arguments and errors are those of `rank_products`.
     """
@@ -165,7 +167,7 @@ def timed_grids(
         (kept if each.plan.memory <= limit else dropped).append(each)
     if not kept:
         raise _nothing_fits(costs, limit, min(each.plan.memory for each in dropped))
-    return kept, dropped, len(shapes)
+    return kept, dropped, shapes
 
 
 def ranked_grids(

@@ -14,6 +14,7 @@ from loops import looped
 from pmm3d import GridError
 from pmm3d.layout import AXES, GridShape
 from pmm3d.model import ranking
+from pmm3d.model.candidates import LARGER, SLOWER
 from pmm3d.model.grid_search import NO_LIMIT, estimated_bytes, shapes_of, shapes_up_to
 from pmm3d.model.machines import load
 from pmm3d.model.plan import ProductPlan
@@ -49,6 +50,15 @@ def test_values_of_the_bound():
     assert ranking.lower_bound((512, 512, 512), 8) == pytest.approx(8 * (3 * 256**2 - 3 * 512**2 / 8))
     assert ranking.lower_bound((64, 64, 0), 8) == ranking.lower_bound((0, 0, 0), 3) == 0
     assert ranking.lower_bound(size, 4, "complex128") == 2 * ranking.lower_bound(size, 4, "float64")
+
+
+def test_grids_that_are_not_priced_because_of_their_memory_are_counted_as_such():
+    size, ranks, limit = (3000, 300, 30000), 5760, 3_000_000
+    found = rank_products(size, ranks, "float64", load("frontier"), limit=limit)
+    priced = {each.grid[:3] for each in [*found.candidates, *found.dropped]}
+    over = [estimated_bytes(size, "float64", each) > limit for each in shapes_of(ranks) if each not in priced]
+    assert 0 < sum(over) < len(over)
+    assert found.without_price() == {LARGER: sum(over), SLOWER: len(over) - sum(over)}
 
 
 def test_every_grid_is_listed_once():

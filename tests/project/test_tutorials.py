@@ -274,9 +274,18 @@ def test_the_how_to_on_grids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
 
+    printed_here = []
+
     def run(command: str) -> str:
         done = CliRunner().invoke(app, shlex.split(command)[1:])
         assert done.exit_code == 0, done.output
+        printed_here.append(done.stdout)
         return done.stdout
 
-    follow(steps("howto/choose-a-grid"), tmp_path, run)
+    page = steps("howto/choose-a-grid")
+    follow(page, tmp_path, run)
+    for got, shown in zip(printed_here, [step.text for step in page if step.kind == "output"], strict=True):
+        for column in (r"^ \d+ +(\d+x\d+x\d+(?: \(.*?\))?)", r"^(Choice: .*?),"):
+            wanted, found = (re.findall(column, text, re.M) for text in (shown, got))
+            assert found[: len(wanted)] == wanted
+        assert re.search(column, shown, re.M) or shown.startswith("30000 x 30000 x 30000")

@@ -21,8 +21,9 @@ from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.tools import output
 from pmm3d.tools.plan.curves import AS_IT_IS, Curve, Point, draw_curves
 from pmm3d.tools.plan.options import chosen_machine
-from pmm3d.tools.plan.ranking import choice, draw, hidden_lines, shown_of
+from pmm3d.tools.plan.ranking import _memory, _times, choice, draw, hidden_lines, shown_of
 from pmm3d.tools.plots import draw_schedules
+from pmm3d.tools.terminal import JOINT
 
 pytestmark = pytest.mark.usefixtures("nothing_measured")
 SMALL = tuple("gpt --layers 2 --hidden 64 --sequence 32 --batch 32 --heads 4 --vocabulary 128".split())
@@ -221,7 +222,7 @@ def test_presets_are_shown_wherever_they_stand():
     shown = shown_of(ranking, 1)
     assert shown.best == best[:1] and shown.presets == [best[3], best[1]]
     assert shown_of(ranking, 2).presets == [best[3]]
-    assert choice(ranking, "a step", 4, 0) == (
+    assert choice(ranking, "a step", 4) == (
         "Choice: 2x1x1 (data 4), 1 s a step; the runner-up, 4x1x1 (data 2), takes 20% longer"
     )
 
@@ -245,12 +246,26 @@ def test_each_grid_that_is_not_shown_is_counted_under_a_reason():
         "    1x1x4 (data 2) hsdp: 2 rows are fewer than z = 4",
         "  1: too much memory",
         "    1x1x1 (data 8) ddp: holds 9 bytes",
-        "    8x1x1 megatron+sp: holds 99 bytes",
         "  3: too far",
         "  11: slower by a rough estimate, not priced",
+        "  no megatron+sp is left: 8x1x1: holds 99 bytes",
     ]
-    every = Ranking("it", 8, ranked, [], 1.0, "float32", 3)
-    assert [*hidden_lines(every, shown_of(every, 3))] == []
+    for dropped, said in (([], []), ([twice], ["  no megatron+sp is left: 8x1x1: holds 99 bytes"])):
+        every = Ranking("it", 8, ranked, dropped, 1.0, "float32", 3)
+        assert [*hidden_lines(every, shown_of(every, 3))] == said
+
+
+@looped("sizes", [(16, 1, 128, 1), (16, 1, 128, 16), (8, 1, 32, 8)])
+def test_a_table_of_long_names_is_one_table_on_80_columns(sizes):
+    chosen = {"activations": "sharded", "recompute": "full"}
+    grid = GridShape(*sizes, ulysses=2, seq=4, pipe=16) if sizes[3] == 16 else GridShape(*sizes, pipe=16)
+    one = Candidate(grid, 1.0, {"gemm": 0.5, "x": 0.5}, {"work": 5}, 0, "megatron+sp", "", "interleaved-2", chosen)
+    table = _times(ranking := Ranking("It", 8, [one], [], 1.0, "float32", 1), shown_of(ranking, 1), 1e12, None)
+    found = table.table(False, 80)
+    assert found.fits(80) and found.names[-1] == "rest" and "peak %" not in found.names
+    assert "peak %" in _times(ranking, shown_of(ranking, 1), 1e12, None).table(True, 80).names
+    [memory] = _memory(2, ", limit 2 x 954 MiB", ranking, shown_of(ranking, 1))
+    assert f"954{JOINT}MiB" in memory.title, "no line ends between the number and the unit"
 
 
 STAGED = (*SMALL, "--ranks", 16, "--micro-batches", 4, "--machine", "frontier")
@@ -286,7 +301,9 @@ def test_a_plan_says_what_a_rank_and_a_node_have():
     said = words("--machine", "alps")
     assert "--ranks-per-node 2: the file of alps has 4. The rates and the memory of a rank do not change" in said
     assert "a rank: at most 989 TFLOP/s in bfloat16; 89.4 GiB of memory" in said
-    assert "on a node of 2 such ranks, which has 179 GiB" in said
+    assert "on a node of 2 such ranks, which has 358 GiB" in said, "all 4 modules of a node"
+    said = words("--machine", "alps", "--memory", 10**9)
+    assert said.count("a node of 2 such ranks, limit 2 x 954 MiB") == 2
     said = words("--machine", "nominal")
     assert "a rank: at most 100 GFLOP/s in bfloat16, as a CPU core; memory without a known limit" in said
     assert "the file of" not in said and "on a node of 2 such ranks;" in said

@@ -363,6 +363,8 @@ def test_the_samples_may_come_from_the_file(tmp_path):
         (("--features", 3), "--features together with either --outputs or --classes"),
         (("--classes", 3, *SAMPLES), "--features together with either --outputs or --classes"),
         (("--vocabulary", 3), "the configuration has no data.sequence"),
+        (("--tokens", 1e9, *SAMPLES), "the configuration has no data.sequence: give --samples"),
+        (("--samples", "nan", *SAMPLES), "--samples must be at least 1, got nan"),
         (("--grid", "fsdp"), "--features"),
         (("--grid", "wide", *SAMPLES), "wide"),
         (("--memory", 10**6, "--grid", "ddp", *SAMPLES), "grid 1x1x1 (data 8), which needs least, has"),
@@ -379,6 +381,7 @@ def test_tokens_have_a_vocabulary(tmp_path):
     (tmp_path / "x.toml").write_text(TOKENS)
     for arguments, said in (
         (("--features", 1, "--classes", 9), "give --vocabulary in place of --features"),
+        (("--vocabulary", 9, "--samples", 1000), "give --tokens in place of --samples"),
         ((), "cannot open"),
     ):
         assert said in refused(tmp_path / "x.toml", "--ranks", 8, *arguments)

@@ -127,11 +127,6 @@ class DrySteps:
         )
         return self._with(micro_batches=table.micro_batches, config=self.config.model_copy(update={"grid": grid}))
 
-    def cut(self, layers: Sequence[int]) -> DrySteps:
-        """Return steps whose stages have these numbers of layers with parameters."""
-        grid = self.config.grid.model_copy(update={"cut": [*layers]})
-        return self._with(config=self.config.model_copy(update={"grid": grid}))
-
     def of(self, shape: GridShape, ranks_per_node: int, rank: int = 0) -> Step:
         """Return the step of a rank. Raises Pmm3dError if the grid, the network or the loss refuses it."""
         return self.each_of(shape, ranks_per_node, rank, [self.micro_batches])[0]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
 from ...layout import PIPE, SEQ, ULYSSES, GridShape
-from ...model.candidates import FAMILIES, SLOWER, Candidate, Ranking, preset_of
+from ...model.candidates import FAMILIES, LARGER, SLOWER, Candidate, Ranking, preset_of
 from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
@@ -255,9 +255,9 @@ class _Planner:
     def _why_unpriced(self, grid: GridShape, left_out: Collection[GridShape]) -> str:
         """Return the reason why a grid was not simulated. left_out: grids with an axis of which only few are."""
         if self._held(grid) > self.limit:
-            return "too much memory by a rough estimate, not priced"
+            return LARGER
         if grid in left_out:
-            return f"with pipe or seq, slower than {LONGER} such grids by a rough estimate, not priced"
+            return f"only the {LONGER} fastest grids with pipe, and with seq, are priced"
         return SLOWER
 
     def _idle(self, grid: GridShape) -> str:
@@ -375,7 +375,7 @@ class _Planner:
     def _best_schedule(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Candidate:
         candidates = list[Candidate]()
         try:
-            for each in staged_candidates(steps, grid, self.machine, groups, self.limit):
+            for each in staged_candidates(steps, grid, self.machine, groups):
                 candidates.append(each)
         except Pmm3dError as error:
             if not candidates:

@@ -65,7 +65,7 @@ def gpt_command(
     min_tensor: Annotated[int | None, size(1, "For --terms axonn: smallest x times y times z. Default: 1.")] = None,
     memory: options.Memory = None,
     tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the whole training, as in 1e12: the days that it takes are printed.")
+        float | None, typer.Option(help="Tokens of the whole training, as in 1e12: the time that it takes is printed.")
     ] = None,
     top: options.Top = 10,
     wide: options.Wide = False,
@@ -81,7 +81,7 @@ def gpt_command(
 
     pmm3d plan gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
-    More options: --machine frontier; --micro-batches 8 for pipelines; --tokens 3e11 for the days of a training;
+    More options: --machine frontier; --micro-batches 8 for pipelines; --tokens 3e11 for the time of a training;
     --terms axonn --powers-of-two for the published model.
     """
     from .ranking import check_outputs, print_plan, tell, write_plan

@@ -9,8 +9,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
-from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking, cause_of
-from ...model.machines import Machine
+from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking
 from ...model.ranking import lower_bound
 from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time
 from ..output import FigureTable, check_writable, say_written, write_json
@@ -29,6 +28,10 @@ LEAST_SHARE = 0.01
 """Smallest printed percentage of peak."""
 REST = "rest"
 """Column of the sum of the terms, or of the kinds of memory, that have no column of their own."""
+OPTIONAL = "bytes over bound", "peak %"
+"""Columns that are left out if the table does not fit the terminal without any terms."""
+FOLDED = "grid", "settings"
+"""Columns that are wrapped if the table does not fit even without `OPTIONAL`."""
 UNBOUNDED = 10_000
 """Width of tables with --wide, in columns of the terminal."""
 WORDS = {"sharded": "sharded", "full": "recompute", "replicated": "", "none": ""}
@@ -91,16 +94,16 @@ def print_plan(
     """
     machine, dtype, shown = chosen.machine, ranking.dtype, shown_of(ranking, top)
     peak = machine.peak.get(dtype, machine.peak.get(machine.stands_for(dtype), 0.0)) if whole else 0.0
-    limit = machine.memory if memory is None else memory
+    node, room = min(machine.ranks_per_node, ranking.ranks), _room(chosen, memory, ranking.ranks)
     tell(*chosen.lines(dtype if whole else "", sections))
     screen = console(sys.stdout, UNBOUNDED if wide else None)
-    columns = [_times(ranking, shown, peak, product), *_memory(machine, limit, ranking, shown)]
+    columns = [_times(ranking, shown, peak, product), *_memory(node, room, ranking, shown)]
     tables = [each.table(wide, screen.width) for each in columns]
     screen.print()
     screen.print(*tables)
     if any(REST in table.names for table in tables):
         tell(f"{REST}: the sum of the columns that do not fit; --wide prints all")
-    tell(*hidden_lines(ranking, shown), choice(ranking, unit, machine.ranks_per_node, limit))
+    tell(*hidden_lines(ranking, shown), choice(ranking, unit, node, room))
 
 
 def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, drawn: Path | None) -> None:
@@ -130,26 +133,30 @@ def as_json(ranking: Ranking) -> list[dict[str, Any]]:
 
 def hidden_lines(ranking: Ranking, shown: Shown) -> Iterator[str]:
     """Yield why grids are not shown: for each reason the number of grids, and of dropped grids an example. Examples are
-    the grids of least memory of the presets that have no candidate, or else the first grid. The numbers and the shown
-    grids add up to all grids."""
-    priced, unpriced = ranking.not_among(shown.all), ranking.without_price()
+    counted grids of presets that have no candidate, or else the first grid. The numbers and the shown grids add up to
+    all grids. Presets without a candidate and without an example follow: their grid is counted with other settings."""
+    priced, unpriced, lost = ranking.not_among(shown.all), ranking.without_price(), _lost(ranking)
     number = len({each.grid for each in shown.all})
-    if not priced and not unpriced:
-        return
-    yield f"Shown: {number:,} of {counted(ranking.considered, 'grid')}. The others:"
-    ranked = {candidate.preset for candidate in ranking.candidates}
+    if priced or unpriced:
+        yield f"Shown: {number:,} of {counted(ranking.considered, 'grid')}. The others:"
     for cause, some in priced.items():
         yield f"  {len(some):,}: {cause}" + f" (--top {len(ranking.candidates)} shows them)" * (cause == LOWER)
         if cause != LOWER:
-            lost = [
-                dropped for dropped in ranking.dropped if dropped.preset not in ranked and cause_of(dropped) == cause
-            ]
-            of_each = {
-                dropped.preset: dropped for dropped in sorted(lost, key=_bytes_of, reverse=True) if dropped.preset
-            }
-            yield from map(_dropped, [of_each[name] for name in FAMILIES if name in of_each] or some[:1])
+            examples = [each for each in lost if each in some] or some[:1]
+            lost = [each for each in lost if each not in examples]
+            yield from map(_dropped, examples)
     for cause, count in unpriced.items():
         yield f"  {count:,}: {cause}"
+    for each in lost:
+        yield f"  no {each.preset} is left: {each}: {each.why_not}"
+
+
+def _lost(ranking: Ranking) -> list[Candidate]:
+    """Return, of each preset without a candidate, the dropped grid that needs least memory, or one without a price."""
+    ranked = {candidate.preset for candidate in ranking.candidates}
+    some = sorted(ranking.dropped, key=lambda dropped: (not dropped.memory, _bytes_of(dropped)))
+    found = [next((each for each in some if each.preset == name), None) for name in FAMILIES if name not in ranked]
+    return [each for each in found if each]
 
 
 def _bytes_of(candidate: Candidate) -> int:
@@ -161,19 +168,27 @@ def _dropped(candidate: Candidate) -> str:
     return f"    {candidate.grid}{preset}: {candidate.why_not}"
 
 
-def choice(ranking: Ranking, unit: str, ranks_per_node: int, limit: int) -> str:
+def _room(chosen: Chosen, memory: int | None, ranks: int) -> str:
+    """Return a clause about the memory of a node, or about the limit of its ranks; "" if it is not known."""
+    machine = chosen.machine
+    if memory is not None:
+        return f", limit {min(machine.ranks_per_node, ranks)} x {in_bytes(memory)}"
+    whole = machine.memory * (chosen.own_ranks or machine.ranks_per_node)
+    return f", which has {in_bytes(whole)}" if whole else ""
+
+
+def choice(ranking: Ranking, unit: str, node: int, room: str = "") -> str:
     """Return a sentence that compares the best candidate with the next and the best preset.
 
-    unit    see `print_plan`
-    limit   bytes of memory of a rank; 0: unknown
+    unit   see `print_plan`
+    node   number of ranks of the job on a node
+    room   clause about the memory of a node
     """
     first, *others = ranking.candidates
     text = f"Choice: {first}" + (f" ({first.preset})" if first.preset else "")
     text += f", {in_time(first.seconds)} {unit}"
     if held := _bytes_of(first):
-        node = min(ranks_per_node, ranking.ranks)
-        text += f", {in_bytes(held)} on the fullest rank, {in_bytes(node * held)} on a node of {node} such ranks"
-        text += f", which has {in_bytes(node * limit)}" * (limit > 0)
+        text += f", {in_bytes(held)} on the fullest rank, {in_bytes(node * held)} on a node of {node} such ranks{room}"
     if others:
         text += f"; the runner-up, {others[0]}, takes {_more(others[0], first)}"
     preset = next((candidate for candidate in ranking.candidates if candidate.preset), None)
@@ -211,7 +226,8 @@ class _Columns:
     text: Callable[[float], str]
 
     def table(self, wide: bool, width: int) -> FigureTable:
-        """Return the table with all columns, or with those of the largest parts that fit the width."""
+        """Return the table with all columns, or with those of the largest parts that fit the width. If one part is too
+        many, figures are left out, and then names of rows are wrapped."""
         parts = dict(self.parts)
         found = self._table(wide, parts)
         while not wide and not found.fits(width) and len(parts) > 1:
@@ -220,6 +236,12 @@ class _Columns:
             rest = [parts.pop(name) for name in [*least, *([REST] if REST in parts else [])]]
             parts[REST] = lambda candidate, rest=tuple(rest): sum(of(candidate) for of in rest)  # type: ignore[misc]
             found = self._table(wide, parts)
+        for name in OPTIONAL:
+            if not wide and name in self.figures and not found.fits(width):
+                del self.figures[name]
+                found = self._table(wide, parts)
+        if not wide and not found.fits(width):
+            found.sentences = FOLDED
         return found
 
     def _largest(self, name: str) -> float:
@@ -277,15 +299,15 @@ def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int,
     return _Columns(title, ranking, shown, True, figures, parts, lambda value: figure(value, decimals))
 
 
-def _memory(machine: Machine, limit: int, ranking: Ranking, shown: Shown) -> Iterator[_Columns]:
-    """Yield the table of bytes on a rank, on a node, and of each kind, in one unit, if they are known."""
+def _memory(number: int, room: str, ranking: Ranking, shown: Shown) -> Iterator[_Columns]:
+    """Yield the table of bytes on a rank, on a node of this number of ranks, and of each kind, in one unit, if they are
+    known. room: clause about the memory of a node."""
     most = max(map(_bytes_of, shown.all))
     if not most:
         return
     unit = in_bytes(most).split()[1]
     scale = 1024 ** BYTE_UNITS.index(unit)
     decimals = decimals_of(most / scale)
-    number = min(machine.ranks_per_node, ranking.ranks)
     figures: dict[str, Callable[[Candidate], str]] = {
         "rank": lambda candidate: _amount(_bytes_of(candidate) / scale, decimals),
         "node": lambda candidate: _amount(number * _bytes_of(candidate) / scale, decimals_of(number * most / scale)),
@@ -294,8 +316,7 @@ def _memory(machine: Machine, limit: int, ranking: Ranking, shown: Shown) -> Ite
         kind: lambda candidate, kind=kind: candidate.memory.get(kind, 0) / scale  # type: ignore[misc]
         for kind in names(candidate.memory for candidate in shown.all)
     }
-    room = f", which has {in_bytes(number * limit)}" * (limit > 0)
-    title = f"[bold]Memory in {unit}: the fullest rank; a node of {counted(number, 'such rank')}{room}[/]"
+    title = joined(f"[bold]Memory in {unit}: the fullest rank; a node of {counted(number, 'such rank')}{room}[/]")
     yield _Columns(title, ranking, shown, False, figures, parts, lambda value: _amount(value, decimals))
 
 

@@ -84,12 +84,11 @@ def train_command(
     ] = None,
     write_seconds: Annotated[float | None, typer.Option(help="Seconds to write a checkpoint, for --mtbf.")] = None,
     samples: Annotated[
+        float | None, typer.Option(help="Rows of the whole training: the time that it takes is printed.")
+    ] = None,
+    tokens: Annotated[
         float | None,
-        typer.Option(
-            "--samples",
-            "--tokens",
-            help="Rows of the whole training, or tokens if the data are tokens: the time that it takes is printed.",
-        ),
+        typer.Option(help="Tokens of the whole training, if the data are tokens: the time that it takes is printed."),
     ] = None,
     top: options.Top = 10,
     wide: options.Wide = False,
@@ -125,15 +124,15 @@ def train_command(
     check_outputs(json, plot, trace)
     check_mtbf(mtbf, write_seconds)
     options.check_amount("--samples", samples)
+    options.check_amount("--tokens", tokens)
     if beside is not None and trace is None:
         raise Pmm3dError("--beside adds the events of a run to the file of --trace: give --trace too")
     if data is not None and grid in (None, AUTO):
         raise Pmm3dError("--data needs a named --grid: name the grid, or leave out --data")
     real, counts = read_trace(beside) if beside else [], rank_counts(ranks, curve) if curve else []
-    loaded, chosen = (
-        load(config, open_pipe=True),
-        options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node),
-    )
+    loaded = load(config, open_pipe=True)
+    amount = _amount(loaded, samples, tokens)
+    chosen = options.chosen_machine(machine, max([ranks, *counts]), ranks_per_node)
     with bar("plan train") as told:
         training = Training.of(
             loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary), noise
@@ -143,7 +142,7 @@ def train_command(
         best = ranking.candidates[0]
         first = FirstRank.of(training, best.grid) if trace or (grid and best.grid.stages == 1) else None
     written: dict[str, Any] = {"grids": as_json(ranking)}
-    notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best, samples)]
+    notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best, amount)]
     print_plan(chosen, ranking, top, "a step", memory=memory, wide=wide)
     tell(*notes)
     if grid and first is not None:
@@ -191,6 +190,15 @@ def _samples(
     if given and (len(given) != 2 or features is None or last is None):
         raise Pmm3dError("the sizes of samples are --features together with either --outputs or --classes")
     return SampleSizes(features, last, classes is not None) if features and last else None
+
+
+def _amount(config: Config, samples: float | None, tokens: float | None) -> float | None:
+    """Return the rows or tokens of the whole training. Raises Pmm3dError for the option of other data."""
+    if config.data.sequence is None and tokens is not None:
+        raise Pmm3dError("--tokens is for tokens, and the configuration has no data.sequence: give --samples")
+    if config.data.sequence is not None and samples is not None:
+        raise Pmm3dError("the data are tokens (data.sequence): give --tokens in place of --samples")
+    return samples if tokens is None else tokens
 
 
 def check_mtbf(mtbf: float | None, write_seconds: float | None) -> None:

@@ -14,7 +14,6 @@ from pmm3d.model.machines import groups_of
 from pmm3d.model.machines.reading import load
 from pmm3d.nn import Pipeline
 from pmm3d.nn.pipeline import schedule_of
-from pmm3d.nn.training import plan_stages
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.plan_stages import SCHEDULES, staged_candidates
@@ -90,34 +89,20 @@ def test_of_ranks_whose_stages_are_alike_one_is_run(monkeypatch):
     assert (few, every) == (3, 5) and of_kinds == of_all
 
 
-def test_few_blocks_are_run_of_a_deep_transformer(monkeypatch):
-    """Even of twice the depth. Schedules that are left out are slower, and the others cost what they cost if all blocks
-    are run."""
-    grid, groups, run, blocks = GridShape(1, 1, 2, pipe=2), groups_of(GridShape(1, 1, 2, pipe=2), 2), DrySteps.of, []
+def test_all_blocks_of_a_stage_are_run(monkeypatch):
+    """Also of a deep transformer: buckets of gradients do not end with a block, so work memory and waits along data are
+    not linear in the number of blocks."""
+    asked = checked(
+        {
+            "data": {"file": "none.h5", "sequence": 16, "batch_size": 16},
+            "network": {"kind": "gpt", "layers": 24, "hidden": 32, "heads": 2, "library": "torch"},
+            "grid": {"micro_batches": 4, "pipe": 2, "schedule": "1f1b"},
+        }
+    )
+    grid, run, blocks = GridShape(1, 1, 1, 2, pipe=2), DrySteps.of, []
     monkeypatch.setattr(DrySteps, "of", lambda self, *given: (blocks.append(self.blocks), run(self, *given))[1])
-
-    def found(layers):
-        blocks.clear()
-        asked = checked(
-            {
-                "data": {"file": "none.h5", "sequence": 16, "batch_size": 16},
-                "network": {"kind": "gpt", "layers": layers, "hidden": 32, "heads": 2, "library": "torch"},
-                "grid": {"micro_batches": 4},
-            }
-        )
-        steps = DrySteps(asked, SampleSizes(1, 32, True), keep=2**40)
-        return {each.schedule: each for each in staged_candidates(steps, grid, NOMINAL, groups)}, sum(blocks)
-
-    (few, number), (_, of_deeper) = found(24), found(48)
-    monkeypatch.setattr(plan_stages, "WORTH", 0.0)
-    every, of_whole = found(24)
-    assert number < of_whole / 2 and of_deeper < of_whole
-    best = min(every, key=lambda name: every[name].seconds)
-    assert best in few and [*every] == [*SCHEDULES]
-    for name, each in few.items():
-        assert each.seconds == pytest.approx(every[name].seconds, rel=1e-6)
-        assert each.memory == pytest.approx(every[name].memory, rel=1e-2)
-        assert each.bytes == pytest.approx(every[name].bytes, rel=1e-6)
+    dry = DrySteps(asked, SampleSizes(1, 32, True), cached_bytes=2**40)
+    assert len([*staged_candidates(dry, grid, NOMINAL, groups_of(grid, 2))]) == 1 and blocks == [24, 24]
 
 
 def test_stages_are_alike_only_if_they_compute_the_same():
