@@ -234,7 +234,7 @@ BAD_OPTIONS = [
     ({"targets": False, "classes": True}, "there are no targets"),
     ({"targets": 2}, "index is below 2"),
     ({"targets": ["a", "b"]}, "no columns are left"),
-    ({"targets": ["b", 1]}, "or name one twice"),
+    ({"targets": ["b", 1]}, "name one twice"),
     ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
     ({"delimiter": ", "}, "one character; got ', '"),
     ({"inputs": "b", "targets": "b"}, "a column has two uses"),

@@ -127,6 +127,7 @@ IMPOSSIBLE = [
     (("convert", "x.npz", "x.h5", "--encoding", "latin-1"), "--encoding has no effect: x.npz has arrays"),
     (("convert", "table.csv", "x.h5", "--targets", "z", "--no-targets"), "--targets and --no-targets do not go"),
     (("export", "folder", "table.csv"), "cannot export to table.csv: the name of the file must end in .safetensors"),
+    (("export", "folder", "gpt.pt"), "must end in .safetensors. To export to a folder of this name, make the folder"),
     (("export", "folder", "."), "the folder . contains files; --overwrite replaces those of the same names"),
     (("export", "folder", "none/x.safetensors"), "cannot write none/x.safetensors: there is no folder"),
     (("export", "folder", "x.safetensors"), "there is no checkpoint in folder: pass the folder of a checkpoint"),

@@ -11,11 +11,13 @@ import h5py
 import numpy as np
 import pytest
 import typer
+from mpi4py import MPI
 from safetensors import safe_open
 
+from pmm3d import Grid
 from pmm3d.io import Tokenizer, convert_text
 from pmm3d.nn.facts import ACCEPTED
-from pmm3d.nn.training.export import tokenizer_of
+from pmm3d.nn.training.export import _export_tokenizer, tokenizer_of
 from pmm3d.nn.training.predict import text_after
 from pmm3d.nn.training.samples import Recalled
 from pmm3d.tools.ranks import Accept
@@ -419,6 +421,11 @@ def test_the_tokenizer_of_an_export_is_that_of_the_facts_of_the_run(tmp_path):
     ):
         found = tokenizer_of(Recalled(config(name), None, facts))
         assert (found and found.for_package) == expected
+    for name in FOLDER:
+        (tmp_path / name).write_text("of another network")
+    with Grid(MPI.COMM_SELF) as grid:
+        told = _export_tokenizer(grid, Recalled(config("none.h5"), None, {"tokenizer": "other"}), tmp_path)
+    assert "without its tokenizer" in told and not any((tmp_path / name).exists() for name in FOLDER if "token" in name)
 
 
 def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
@@ -456,6 +463,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     ):
         said(pmm3d(*words), text)
     right(*other, "--accept", "tokenizer")
+    assert "longer than" not in right("generate", "run", "--prompt", "the cat " * 9, "--length", "0")
     assert "longer than the 40 positions" in generate("--length", "40")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
     generate("--length", "3")

@@ -37,8 +37,9 @@ def check_target(target: Path, overwrite: bool) -> Path:
         if not overwrite and any(target.iterdir()):
             raise CheckpointError(f"the folder {target} contains files; --overwrite replaces those of the same names")
         return target / CONFIG
-    if target.suffix != ENDING and os.path.lexists(target):
-        raise CheckpointError(f"cannot export to {target}: the name of the file must end in {ENDING}")
+    if target.suffix != ENDING and (target.suffix or os.path.lexists(target)):
+        remedy = "" if os.path.lexists(target) else ". To export to a folder of this name, make the folder first"
+        raise CheckpointError(f"cannot export to {target}: the name of the file must end in {ENDING}{remedy}")
     check_replaceable(target, overwrite)
     return target
 
@@ -108,14 +109,19 @@ def _export_network(
 
 
 def _export_tokenizer(grid: Grid, known: Recalled, folder: Path) -> str:
-    """Write the tokenizer of a run for AutoTokenizer.from_pretrained. Collective. Return a text about it."""
+    """Write the tokenizer of a run for AutoTokenizer.from_pretrained. If there is none, remove that of another network
+    from the folder. Collective. Return a text about it."""
     file, text = known.config.data.file, None
     with grid.collective_call("export: tokenizer", str(folder), always=True), file_errors(folder, "written"):
         if grid.rank == 0:
             text = f", without its tokenizer: {file} does not contain it now"
-            if (coder := tokenizer_of(known)) is not None:
-                replace_file(folder / "tokenizer.json", coder.for_package.encode())
-                replace_file(folder / "tokenizer_config.json", TOKENIZER_CONFIG.encode())
+            files = folder / "tokenizer.json", folder / "tokenizer_config.json"
+            if (coder := tokenizer_of(known)) is None:
+                for path in files:
+                    path.unlink(missing_ok=True)
+            else:
+                for path, contents in zip(files, (coder.for_package, TOKENIZER_CONFIG)):
+                    replace_file(path, contents.encode())
                 text = ", with its tokenizer"
     return str(grid.comm.bcast(text))
 
