@@ -240,7 +240,7 @@ BAD_OPTIONS = [
     ({"inputs": "b", "targets": "b"}, "a column has two uses"),
     ({"categories": "b"}, "the category 'b' is no input"),
     ({"missing": "median"}, "refuse or drop or mean"),
-    ({"targets": ()}, r"the columns \(\) are none"),
+    ({"targets": ()}, r"the list of columns is empty"),
     ({"classes": ["1"], "targets": 0}, "line 2: 'q' is none of the classes 1"),
     ({"classes": True, "targets": ["a", "b"]}, "no columns are left"),
     ({"targets": 1}, r"line 2, column a: 'q' is not a number.*--categories"),

@@ -11,7 +11,6 @@ import h5py
 import numpy as np
 import pytest
 import typer
-from mpi4py import MPI
 from safetensors import safe_open
 
 from pmm3d import Grid
@@ -421,11 +420,19 @@ def test_the_tokenizer_of_an_export_is_that_of_the_facts_of_the_run(tmp_path):
     ):
         found = tokenizer_of(Recalled(config(name), None, facts))
         assert (found and found.for_package) == expected
-    for name in FOLDER:
-        (tmp_path / name).write_text("of another network")
-    with Grid(MPI.COMM_SELF) as grid:
-        told = _export_tokenizer(grid, Recalled(config("none.h5"), None, {"tokenizer": "other"}), tmp_path)
-    assert "without its tokenizer" in told and not any((tmp_path / name).exists() for name in FOLDER if "token" in name)
+
+
+@pytest.mark.parallel([2])
+def test_an_export_without_a_tokenizer_leaves_none_of_another_network(comm, shared_path):
+    if comm.rank == 0:
+        for name in FOLDER:
+            (shared_path / name).write_text("of another network")
+    config = SimpleNamespace(data=SimpleNamespace(file=shared_path / "none.h5"))
+    with Grid(comm) as grid:
+        told = _export_tokenizer(grid, Recalled(config, None, {"tokenizer": "other"}), shared_path)
+    left = {each.name for each in shared_path.iterdir()}
+    assert "without its tokenizer" in told and left & {*FOLDER} == {"config.json", "model.safetensors"}
+    comm.barrier()
 
 
 def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
