@@ -60,8 +60,8 @@ def convert(
     missing: str = "refuse",
     header: bool | None = None,
     delimiter: str | None = None,
-    encoding: str = "utf-8-sig",
-    dtype: str = "float32",
+    encoding: str | None = None,
+    dtype: str | None = None,
     overwrite: bool = False,
 ) -> Converted:
     r"""Write the samples of a CSV, Parquet or .npz file to an HDF5 file. The samples must fit into memory.
@@ -97,9 +97,9 @@ def convert(
         text is above a number of the second line.
     delimiter : str or None
         Delimiter of a CSV file. Default: the most frequent of , ; tab | in its first line, or blanks.
-    encoding : str
+    encoding : str or None
         Encoding of a CSV file, by Python's names: "latin-1", "utf-16". Default: UTF-8.
-    dtype : str
+    dtype : str or None
         Type of numbers from a table: "float32" (default) or "float64". Arrays of a .npz file keep their type.
     overwrite : bool
         Replace a file that exists.
@@ -140,24 +140,24 @@ def convert(
         raise DataError(f"classes are names, none of them empty; got {', '.join(map(repr, classes)) or 'none'}")
     if targets is False and classes is not False:
         raise DataError("there are no targets (--no-targets), so leave out classes")
-    for name, value, known in (("dtype", dtype, DTYPES), ("missing", missing, POLICIES)):
+    for name, value, known in (("dtype", dtype or DTYPES[0], DTYPES), ("missing", missing, POLICIES)):
         if value not in known:
             raise DataError(f"{name} is {' or '.join(known)}; got {value!r}")
-    of_table, of_text = (header, delimiter, group_column, categories), (header, delimiter)
+    of_arrays = Path(source).suffix.lower() == ".npz"
+    of_table: dict[str, Any] = {"dtype": dtype, "group_column": group_column, "categories": categories}
+    of_table["missing"] = None if missing == "refuse" else missing
+    unused = {"header": header, "delimiter": delimiter, "encoding": encoding, **(of_table if of_arrays else {})}
+    if of_arrays or is_parquet(Path(source)):
+        for name in (name for name, value in unused.items() if value is not None):
+            has = "arrays" if of_arrays else "columns with names and types"
+            raise DataError(f"{name}= (--{name.replace('_', '-')}) has no effect: {source} has {has}. Leave it out")
     with _writing(Path(source), Path(target), overwrite) as file:
-        if Path(source).suffix.lower() == ".npz":
-            if of_table != (None, None, None, None) or missing != "refuse":
-                raise DataError(
-                    f"{source}: a .npz file has arrays, not columns: leave out group_column, categories, missing, "
-                    "header and delimiter, and name arrays with inputs and targets"
-                )
+        if of_arrays:
             return _convert_arrays(Path(source), file, inputs, targets, classes)
-        if is_parquet(Path(source)) and of_text != (None, None):
-            raise DataError(f"{source}: a Parquet file has names of columns and no delimiter: leave out these options")
         with opened(Path(source), encoding, delimiter) as records:
             table = Table(Path(source), records, header)
             chosen = table.selection(inputs, targets, group_column, categories)
-            contents = table.read(chosen, dtype, classes=classes, missing=missing)
+            contents = table.read(chosen, dtype or DTYPES[0], classes=classes, missing=missing)
         return _store(file, table, chosen, contents, encoding, delimiter)
 
 
@@ -170,7 +170,7 @@ def convert_like(
     targets   whether targets are read; without them, their columns may be missing
     classes   names of the classes, if targets are labels
     """
-    encoding, header = known.get("encoding", "utf-8-sig"), None if known["header"] else False
+    encoding, header = known.get("encoding"), None if known["header"] else False
     with _writing(source, target, overwrite=True) as file, opened(source, encoding, known.get("delimiter")) as records:
         table = Table(source, records, header, known["inputs"])
         chosen = table.selection_like(known, targets)
@@ -192,7 +192,7 @@ def _writing(source: Path, target: Path, overwrite: bool) -> Iterator[h5py.File]
 
 
 def _store(
-    file: h5py.File, table: Table, chosen: Selection, contents: Contents, encoding: str, delimiter: str | None
+    file: h5py.File, table: Table, chosen: Selection, contents: Contents, encoding: str | None, delimiter: str | None
 ) -> Converted:
     """Write the contents of a table, and return their description."""
     columns, of_targets = contents.columns if table.header else None, [table.names[at] for at in chosen.targets]

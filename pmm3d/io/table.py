@@ -4,10 +4,12 @@ command."""
 from __future__ import annotations
 
 import csv
+import json
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from itertools import chain, islice
 from math import nan
 from pathlib import Path
@@ -24,18 +26,26 @@ MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"
 """Cells without a value, in lower case."""
 NO_TEXT = ("", "na", "n/a", "#n/a", "<na>", "nan")
 """Cells of a category without a value: "none" may be a text."""
+TRUTH = {"true": 1.0, "false": 0.0}
+"""Number of a truth value, in lower case."""
 POLICIES = ("refuse", "drop", "mean")
 MOST_CATEGORIES = 1000
 """Largest number of different texts of a column that become columns."""
 PARQUET = ".parquet"
 INDEX = re.compile(r"__index_level_\d+__")
 """Columns of row numbers, which pandas writes to Parquet."""
+UTF_8 = "utf-8-sig"
+"""Encoding of a CSV file, by default."""
 END = "\0end"
 """Record after the last one. Quotes that are open at the end of the file contain it."""
 
 Columns = str | int | Sequence[str | int] | None
 Records = Iterator[tuple[int, list[str]]]
 """(number of the last line, cells) of each record of a table. The rows of a Parquet file count from 0."""
+
+
+class OtherValue(str):
+    """Text of a value of a Parquet file that is neither a text nor a number, such as a date."""
 
 
 class Contents(NamedTuple):
@@ -94,8 +104,8 @@ class Table:
         self.names = cells if self.header else list(map(str, range(len(cells))))
         if twice := [name for name in cells if self.header and cells.count(name) > 1]:
             raise DataError(
-                f"{path}: several columns have the name {twice[0]!r}: rename them in the first line, or "
-                "remove those with the same contents"
+                f"{path}: several columns have the name {twice[0]!r}: rename them, or remove those with the same "
+                "contents"
             )
         self._records = chain(head[self.header :], self._records)
 
@@ -123,6 +133,11 @@ class Table:
         name if both have a header, else by position. Without `targets`, their columns may be missing. Raises
         DataError."""
         wanted = [*known["inputs"], *(known["targets"] if targets else [])]
+        if is_parquet(self._path) and not known["header"]:
+            raise DataError(
+                f"{self._path} has names of columns, and the training data, a CSV file without a header, have none: "
+                "give a CSV file without a header too, or convert and train again with names"
+            )
         places = {name: at for at, name in enumerate(self.names)}
         if not (self.header and known["header"]):
             shapes = [names for names in (known["columns"], wanted) if len(names) == len(self.names)]
@@ -203,7 +218,7 @@ class Table:
                 numbers[at].astype(np.int64),
                 classes if at in labels else True,
                 lambda row: f"{self._line} {lines[row]}",
-                *(["Remove the line"] if missing == "known" else []),
+                *([f"Remove the {self._line}"] if missing == "known" else []),
             )
             for at in numbers
         }
@@ -289,10 +304,10 @@ class Table:
         asked = labels and missing == "refuse"
         label = " If it is a class, list all classes with classes=[...] (--class-names)." if asked else ""
         remedy = (
-            "missing='drop' (--missing drop) leaves such lines out; missing='mean' (--missing mean) replaces missing "
-            "inputs by the mean of their column"
+            f"missing='drop' (--missing drop) leaves such {self._line}s out; missing='mean' (--missing mean) replaces "
+            "missing inputs by the mean of their column"
             if missing == "refuse"
-            else "Fill it, or remove the line"
+            else f"Fill it, or remove the {self._line}"
         )
         if missing == "known" and number < inputs:
             remedy += ". If the training data are converted with --missing mean, missing inputs are replaced here too"
@@ -333,13 +348,18 @@ class Table:
         return np.frombuffer(values).reshape(-1, len(used)), np.frombuffer(lines, np.int64)
 
     def _number(self, cell: str | float, at: int, line: int, chosen: Selection) -> float:
-        """Return the number in a cell, NaN if it is missing. Raises DataError for a text."""
+        """Return the number in a cell, NaN if it is missing. True is 1, and False 0. Raises DataError for another
+        text."""
         if isinstance(cell, str) and cell.lower() in MISSING and not (cell and line == 1 and self._guessed):
             return nan
+        if isinstance(cell, str) and cell.lower() in TRUTH:
+            return TRUTH[cell.lower()]
         try:
             return float(cell)
         except ValueError:
-            if self._like:
+            if isinstance(cell, OtherValue):
+                hint = ". Leave this column out (inputs=, --inputs), or write numbers to it"
+            elif self._like:
                 hint = (
                     ". The training data have no header: remove the first line" if line == 1 and not self.header else ""
                 )
@@ -368,8 +388,10 @@ class Table:
             else:
                 has = f"has the columns {', '.join(self.names)}" if self.header else "has no header"
                 raise DataError(f"{self._path}: no column {column!r}; it {has}; an index is below {len(self.names)}")
-        if not indices or len(set(indices)) < len(indices):
-            raise DataError(f"{self._path}: the columns {columns!r} are none, or name one twice: name each once")
+        if not indices:
+            raise DataError(f"{self._path}: the list of columns is empty: name one, or leave the option out")
+        if len(set(indices)) < len(indices):
+            raise DataError(f"{self._path}: the columns {columns!r} name one twice: name each once")
         return indices
 
 
@@ -378,8 +400,10 @@ def is_parquet(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path, encoding: str, delimiter: str | None) -> Iterator[Records]:
-    """As a context: the records of a table. The first one of a Parquet file contains the names of the columns."""
+def opened(path: Path, encoding: str | None, delimiter: str | None) -> Iterator[Records]:
+    """As a context: the records of a table. The first one of a Parquet file contains the names of the columns.
+    encoding, delimiter: of a CSV file; None: UTF-8, and the most frequent delimiter of its first line."""
+    encoding = encoding or UTF_8
     if is_parquet(path):
         yield _rows(path)
         return
@@ -402,7 +426,9 @@ def _rows(path: Path) -> Records:
     try:
         with parquet.ParquetFile(path) as file:
             names, row = file.schema_arrow.names, 0
-            used = [at for at, name in enumerate(names) if not INDEX.fullmatch(name)]
+            index = [names.index(name) for name in _index_of(file.schema_arrow.metadata or {}) if name in names]
+            used = [*index, *(at for at in range(len(names)) if at not in index)]
+            used = [at for at in used if not INDEX.fullmatch(names[at])]
             yield -1, [names[at].strip() for at in used]
             for batch in file.iter_batches():
                 for cells in zip(*(batch.column(at).to_pylist() for at in used)):
@@ -412,11 +438,17 @@ def _rows(path: Path) -> Records:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from None
 
 
+def _index_of(metadata: Mapping[bytes, bytes]) -> list[str]:
+    """Return the columns of a Parquet file that are the index of a table of pandas. pandas writes them behind the other
+    columns, and to CSV before them."""
+    columns = json.loads(metadata.get(b"pandas", b"{}")).get("index_columns", [])
+    return [name for name in columns if isinstance(name, str)]  # a dict describes row numbers
+
+
 def _text(cell: Any) -> str:
-    """Return a value of a Parquet file as a cell: truth values are 1 and 0, and null is empty."""
-    if cell is None:
-        return ""
-    return str(int(cell) if isinstance(cell, bool) else cell).strip()
+    """Return a value of a Parquet file as a cell of CSV; null is empty."""
+    text = "" if cell is None else str(cell).strip()
+    return text if cell is None or isinstance(cell, (str, int, float, Decimal)) else OtherValue(text)
 
 
 def _records(file: TextIO, delimiter: str | None) -> Records:
@@ -449,12 +481,12 @@ def _is_number(text: str) -> bool:
 
 def _is_header(first: list[str], second: Sequence[str] = ()) -> bool:
     """Whether the first record names the columns: its numbers are 0, 1, 2, ..., the names that pandas gives, or it has
-    none, or a text is above a number."""
+    none and no truth value, or a text is above a number."""
     numbers = list(filter(_is_number, first))
     counted = len(numbers) > 2 and numbers == list(map(str, range(len(numbers))))
     return (
         counted
-        or not numbers
+        or not (numbers or any(text.lower() in TRUTH for text in first))
         or any(
             not _is_number(above) and _is_number(below) and not {above.lower(), below.lower()} & {*MISSING}
             for above, below in zip(first, second)

@@ -218,9 +218,9 @@ def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path,
 
     any_network: ignore the configuration of an unsupported network.
     """
-    whole, found, known = network.parent_grid, dict[Path, dict[str, str]](), dict[str, Any]()
-    with whole.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
-        if whole.rank == 0:
+    grid, tensors_of_files, facts = network.parent_grid, dict[Path, dict[str, str]](), dict[str, Any]()
+    with grid.collective_call("import_torch", str(path), always=True), file_errors(path, "read"):
+        if grid.rank == 0:
             single, table = path / WEIGHTS if path.is_dir() else path, _weight_map(path)
             if table and single.exists() and WEIGHTS not in table.values():
                 raise CheckpointError(
@@ -234,17 +234,17 @@ def _headers(network: Module, path: Path, any_network: bool) -> tuple[dict[Path,
                 )
             for file in dict.fromkeys(table.values()):
                 types = contents_of(path / file)[0]
-                found[path / file] = {name: types[name] for name in types if table.get(name) == file}
+                tensors_of_files[path / file] = {name: types[name] for name in types if table.get(name) == file}
             metadata = dict[str, str]()
             if not table:
-                found[single], metadata = contents_of(single)
-                known = facts_in(json_object(single, metadata.get(OWN, "{}")))
+                tensors_of_files[single], metadata = contents_of(single)
+                facts = facts_in(json_object(single, metadata.get(OWN, "{}")))
             if published_names(network) and (
                 (single.parent / CONFIG).exists() or (single == path and CONFIG in metadata)
             ):
                 with suppress(*(CheckpointError,) if any_network else ()):
-                    known |= whole_of(network).facts_in_config(path)
-    return whole.comm.bcast((found, known))
+                    facts |= whole_of(network).facts_in_config(path)
+    return grid.comm.bcast((tensors_of_files, facts))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

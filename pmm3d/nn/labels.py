@@ -26,15 +26,15 @@ class OwnLabels(NamedTuple):
              the loss is infinite
     inside   weight of the rows in `rows`, 0 for a row whose label's column another rank has. None on the host without
              class weights: then each weight is 1
-    weights  with ignore_index or class weights, the weight of each row; 0: the row does not count
-    offset   with `weights`, -log of the weight of each row, and 0 for weight 0
+    offset   with `row_weights`, -log of the weight of each row, and 0 for weight 0
+    row_weights   with ignore_index or class weights, the weight of each row; 0: the row does not count
     """
 
     rows: Array
     columns: Array
     missed: Array | None = None
     inside: Array | None = None
-    weights: Array | None = None
+    row_weights: Array | None = None
     offset: Array | None = None
 
     @property
@@ -45,50 +45,62 @@ class OwnLabels(NamedTuple):
 
 
 def local_labels(
-    logits: Tensor, labels: Matrix, ignored: int | None, of_classes: np.ndarray | None = None
+    logits: Tensor, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None
 ) -> OwnLabels:
-    """of_classes: weight of each class; None: 1."""
+    """class_weights: weight of each class; None: 1."""
     box, library, wide = logits.box, logits.library, logits.spec.accumulation
     if not library.on_host:
-        return _labels_there(logits, labels, ignored, of_classes)
+        return _labels_there(logits, labels, ignored, class_weights)
     host = labels_of(logits, labels, ignored)
-    weighs = ignored is not None or of_classes is not None
+    weighs = ignored is not None or class_weights is not None
     if host is None:
         index = library.empty((logits.spec.local_shape[0],), "int64")
-        weights = wide.new((1, len(index)))[0] if weighs else None
-        return OwnLabels(index, index, None, None if of_classes is None else weights, weights, weights)
+        row_weights = wide.new((1, len(index)))[0] if weighs else None
+        inside = None if class_weights is None else row_weights
+        return OwnLabels(index, index, None, inside, row_weights, row_weights)
     here = (host >= box.c0) & (host < box.c1)
     own = np.flatnonzero(here if ignored is None else here & (host != ignored))
     rows, columns = (library.from_numpy(index, "int64") for index in (own, host[own] - box.c0))
     if not weighs:
         return OwnLabels(rows, columns)
-    found = weights_of(host, ignored, of_classes)
-    offset = -np.log(np.where(found > 0, found, 1))
-    weights, offset = (library.from_numpy(each, wide.dtype) for each in (found, offset))
-    return OwnLabels(rows, columns, None, None if of_classes is None else weights[rows], weights, offset)
+    on_host = weights_of(host, ignored, class_weights)
+    logarithms = -np.log(np.where(on_host > 0, on_host, 1))
+    row_weights, offset = (library.from_numpy(each, wide.dtype) for each in (on_host, logarithms))
+    return OwnLabels(rows, columns, None, None if class_weights is None else row_weights[rows], row_weights, offset)
 
 
-def weights_of(host: np.ndarray, ignored: int | None, of_classes: np.ndarray | None) -> np.ndarray:
+def weights_of(host: np.ndarray, ignored: int | None, class_weights: np.ndarray | None) -> np.ndarray:
     """Return the weight of each of these labels: that of its class, and 0 if it is ignored."""
     counted = host != ignored
-    return counted.astype(float) if of_classes is None else of_classes[np.where(counted, host, 0)] * counted
+    return counted.astype(float) if class_weights is None else class_weights[np.where(counted, host, 0)] * counted
 
 
 def check_weights(logits: Tensor, weight: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
-    """Return the weights of the classes as an array. Raises Pmm3dError if they are no weights."""
-    if weight is None:
+    """Return the weights of the classes as an array. Raises, on every rank, Pmm3dError if they are no weights, and
+    DisagreementError if they differ. Collective with weights, and with PMM3D_DEBUG=1."""
+    try:
+        class_weights = None if weight is None else np.asarray(weight, float)
+    except (TypeError, ValueError):
+        class_weights = np.empty(0)
+    if class_weights is None and not logits.grid.debug:
         return None
-    found = np.asarray(weight, float)
-    if found.shape != (logits.shape[1],) or not np.isfinite(found).all() or (found < 0).any() or not found.any():
-        raise Pmm3dError(
-            f"cross_entropy: weight is one number for each of the {logits.shape[1]} classes, at least 0 and not all 0; "
-            f"got {weight!r}"
-        )
-    return found
+    given = None if class_weights is None else class_weights.tolist()
+    with logits.grid.collective_call("cross_entropy", logits.shape[1], given):
+        if class_weights is not None and not (
+            class_weights.shape == (logits.shape[1],)
+            and np.isfinite(class_weights).all()
+            and (class_weights >= 0).all()
+            and class_weights.any()
+        ):
+            raise Pmm3dError(
+                f"cross_entropy: weight is one number for each of the {logits.shape[1]} classes, at least 0 and not "
+                f"all 0; got {weight!r}"
+            )
+    return class_weights
 
 
 def _labels_there(
-    logits: Tensor, labels: Matrix, ignored: int | None, of_classes: np.ndarray | None = None
+    logits: Tensor, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None
 ) -> OwnLabels:
     """Find labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
     box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
@@ -102,20 +114,20 @@ def _labels_there(
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
-    weights, offset, wide = None, None, logits.spec.accumulation.dtype
+    row_weights, offset, wide = None, None, logits.spec.accumulation.dtype
     if ignored is not None:
         counted = held != ignored
         inside, right = inside & counted, right | (held == ignored)
-        weights = library.astype(counted, wide)
-    own = library.astype(inside, wide)
-    if of_classes is not None:
-        known = library.from_numpy(of_classes, wide)[held.clip(0, logits.shape[1] - 1)]
-        weights, own = known if weights is None else known * weights, own * known
-    if weights is not None:
-        offset = -xp.log(xp.where(weights > 0, weights, 1))
+        row_weights = library.astype(counted, wide)
+    own_weights = library.astype(inside, wide)
+    if class_weights is not None:
+        known = library.from_numpy(class_weights, wide)[held.clip(0, logits.shape[1] - 1)]
+        row_weights, own_weights = known if row_weights is None else known * row_weights, own_weights * known
+    if row_weights is not None:
+        offset = -xp.log(xp.where(row_weights > 0, row_weights, 1))
     columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
-    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), own, weights, offset)
+    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), own_weights, row_weights, offset)
 
 
 def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:

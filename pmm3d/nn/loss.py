@@ -70,7 +70,7 @@ class WholeStep:
         self._noted.append((result, number))
 
     def terms_of_mean(
-        self, labels: Matrix, ignored: int | None, of_classes: np.ndarray | None = None
+        self, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None
     ) -> tuple[float, float]:
         """Number of labels of the step that count, or the sum of their weights, and the factor of the sum of their
         terms in this batch. Collective in the first call with these arguments."""
@@ -80,9 +80,9 @@ class WholeStep:
                 "cross_entropy: with several micro-batches, ignore_index and weight count the labels of the whole "
                 "step. Pass the labels that the loss is given, or train with one micro-batch"
             )
-        key = ignored, None if of_classes is None else of_classes.tobytes()
+        key = ignored, None if class_weights is None else class_weights.tobytes()
         if len(targets) == 1 or key not in self._numbers:
-            self._numbers[key] = _number_of_labels(self._grid, targets, ignored, of_classes)
+            self._numbers[key] = number_of_labels(self._grid, targets, ignored, class_weights)
         number = self._numbers[key]
         return number, 1 / ((number or 1) * self.weight) if self.weight else 0.0
 
@@ -91,21 +91,21 @@ class WholeStep:
         return next((number for noted, number in self._noted if noted is result), None if self._noted else rows)
 
 
-def _number_of_labels(
-    grid: Grid, labels: Sequence[Matrix], ignored: int | None, of_classes: np.ndarray | None = None
+def number_of_labels(
+    grid: Grid, labels: Sequence[Matrix], ignored: int | None, class_weights: np.ndarray | None = None
 ) -> float:
-    """Number of labels of all ranks that count, or the sum of their weights. Without `ignored` and `of_classes` it is
-    the number of rows; otherwise the call is collective: one all-reduce of a number."""
-    if ignored is None and of_classes is None:
+    """Number of labels of all ranks that count, or the sum of their weights. Without `ignored` and `class_weights` it
+    is the number of rows; otherwise the call is collective: one all-reduce of a number."""
+    if ignored is None and class_weights is None:
         return sum(int(each.shape[0]) for each in labels)
     own, position = 0.0, grid.shape.position(grid.rank)
     for matrix in (each.value if isinstance(each, Tensor) else each for each in labels):
         if matrix.layout.is_first(position) and matrix.library.has_data:
-            own += float(weights_of(matrix.library.to_numpy(matrix.local), ignored, of_classes).sum())
+            own += float(weights_of(matrix.library.to_numpy(matrix.local), ignored, class_weights).sum())
     with grid.ledger.phase("loss"):
-        found = grid.everyone.all_reduce(np.array([own]), agreed=True).wait()
-    total = float(found[0]) if grid.dry_run is None else own
-    return int(total) if of_classes is None else total
+        summed_up = grid.everyone.all_reduce(np.array([own]), agreed=True).wait()
+    total = float(summed_up[0]) if grid.dry_run is None else own
+    return int(total) if class_weights is None else total
 
 
 def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
@@ -272,7 +272,7 @@ def cross_entropy(
         On every rank, if the labels are no matrix (m, 1).
     Pmm3dError
         On every rank, if a label is out of range, for another `reduction`, and if `weight` is not one number of at
-        least 0 for each class.
+        least 0 for each class, or differs between ranks.
 
     Notes
     -----
@@ -293,27 +293,29 @@ def cross_entropy(
     if reduction == "sum_count":
         return (
             cross_entropy(logits, labels, "sum", ignore_index, weight),
-            _number_of_labels(logits.grid, [labels], ignore_index, check_weights(logits, weight)),
+            number_of_labels(
+                logits.grid, [labels], ignore_index, None if weight is None else np.asarray(weight, float)
+            ),
         )
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
-    logits, of_classes = summed(logits), check_weights(logits, weight)
+    logits, class_weights = summed(logits), check_weights(logits, weight)
     spec, local = logits.spec, logits.shard
     xp = array_namespace(local)
-    labelled = local_labels(logits, labels, ignore_index, of_classes)
+    labelled = local_labels(logits, labels, ignore_index, class_weights)
     largest, logarithm, chosen = _log_sum_exp(logits, labelled)
-    normalizer, weights = largest + logarithm, labelled.weights
+    normalizer, row_weights = largest + logarithm, labelled.row_weights
     losses = normalizer - chosen
-    if weights is not None:  # exp(logit - normalizer) becomes the weight times the probability, and exp(-inf) is 0
-        losses = xp.where(weights > 0, losses * weights, 0)
-        normalizer = xp.where(weights > 0, normalizer + labelled.offset, inf)
+    if row_weights is not None:  # exp(logit - normalizer) becomes the weight times the probability, and exp(-inf) is 0
+        losses = xp.where(row_weights > 0, losses * row_weights, 0)
+        normalizer = xp.where(row_weights > 0, normalizer + labelled.offset, inf)
     own, mean, step = xp.sum(losses), None, logits.tape.step
     keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
     share_of_rows, number = _weight(logits, spec.shape[:1], reduction), None
-    if reduction == "mean" and weights is not None and step is not None:
-        number, share_of_rows = step.terms_of_mean(labels, ignore_index, of_classes)
+    if reduction == "mean" and row_weights is not None and step is not None:
+        number, share_of_rows = step.terms_of_mean(labels, ignore_index, class_weights)
         own = own if number else own * nan
-    elif reduction == "mean" and weights is not None:
-        mean, share_of_row = _weighted_mean(spec, own, weights)
+    elif reduction == "mean" and row_weights is not None:
+        mean, share_of_row = _weighted_mean(spec, own, row_weights)
         if spec.library.on_host:
             share_of_rows = float(share_of_row[0, 0])
         else:
@@ -336,14 +338,14 @@ def cross_entropy(
 
     if mean is not None:
         return logits.from_op(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
-    return _summed((logits,), own * share_of_rows, rule, keep, (), reduction == "mean" and weights is None, number)
+    return _summed((logits,), own * share_of_rows, rule, keep, (), reduction == "mean" and row_weights is None, number)
 
 
-def _weighted_mean(spec: TensorSpec, own: Array, weights: Array) -> tuple[Array, Array]:
+def _weighted_mean(spec: TensorSpec, own: Array, row_weights: Array) -> tuple[Array, Array]:
     """Sum of the terms divided by the sum of the rows' weights, and 1 / this sum, 1 x 1 each; NaN and 1 if no row
     counts. Collective."""
     xp, sums = array_namespace(own), spec.accumulation.new((1, 2))
-    sums[0, 0], sums[0, 1] = own, xp.sum(weights)
+    sums[0, 0], sums[0, 1] = own, xp.sum(row_weights)
     with spec.grid.ledger.phase("loss"):
         sum_over(spec.grid, sums, spec.layout.rows)
     total = sums[:, 1:]

@@ -110,14 +110,6 @@ def table_command(
     pmm3d convert digits.npz digits.h5 --inputs images --targets labels
     """
     arrays = source.suffix.lower() == ".npz"
-    if is_parquet(source) and encoding is not None:
-        raise DataError(f"--encoding is for a CSV file, and {source} is a Parquet file: leave it out")
-    if arrays and (
-        given := [name for name, value in (("--encoding", encoding), ("--dtype", dtype)) if value is not None]
-    ):
-        raise DataError(
-            f"{given[0]} is for a CSV file, and {source} contains arrays, which keep their types: leave it out"
-        )
     if no_targets and targets is not None:
         raise DataError("--targets and --no-targets do not go together: leave one of them out")
     check_writable(target)
@@ -134,8 +126,8 @@ def table_command(
             missing=missing,
             header=header,
             delimiter=delimiter,
-            encoding="utf-8-sig" if encoding is None else encoding,
-            dtype="float32" if dtype is None else dtype,
+            encoding=encoding,
+            dtype=dtype,
             overwrite=overwrite,
         )
     contents = _in_words(

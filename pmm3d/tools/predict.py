@@ -183,8 +183,7 @@ def generate_command(
     The network is made from the configuration in the checkpoint. The prompt and the generated text are printed. A token
     depends on all earlier tokens. If these are more than network.positions, it depends on that number of last tokens,
     and takes longer to generate. The text is the same on any number of ranks, unless rounding changes the choice of a
-    token. OUT has a temporary name
-    until it is complete. With the run's number of ranks, the grid is that of the run.
+    token. OUT has a temporary name until it is complete. With the run's number of ranks, the grid is that of the run.
 
     [bold]Examples[/]
 

@@ -243,7 +243,9 @@ def _attach(module: nn.Module, grid: Grid, label: str) -> None:
     def after(module: nn.Module, args: Any, result: Any) -> None:
         """torch calls this after an error too, with the error in `sys.exception()` and without a result."""
         error = sys.exception()
-        if result is None and isinstance(error, RuntimeError) and not isinstance(error, Pmm3dError):
+        if result is not None or not isinstance(error, RuntimeError) or isinstance(error, Pmm3dError):
+            return
+        if any(word in str(error) for word in ("shape", "size", "must match")):
             error.add_note(_parts_of_columns(module))
 
     _hold(module, passes, label)

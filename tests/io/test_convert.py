@@ -1,6 +1,7 @@
 """CSV and .npz to HDF5: the written data, errors with their places, and no incomplete files."""
 
 import json
+from datetime import date
 
 import h5py
 import numpy as np
@@ -78,9 +79,7 @@ def test_a_parquet_file_is_a_table_with_types(tmp_path, target):
     names = [name for name in columns if not name.startswith("__")]
     rows = zip(*(["" if cell is None else cell for cell in columns[name]] for name in names))
     text = tmp_path / "a.csv"
-    text.write_text(
-        "\n".join(",".join(map(str, row)) for row in [names, *rows]).replace("True", "1").replace("False", "0")
-    )
+    text.write_text("\n".join(",".join(map(str, row)) for row in [names, *rows]))
     found, options = [], {"targets": "heat flux", "categories": "site", "missing": "mean"}
     for path in (source, text):
         done = convert(path, target, **options, overwrite=True)
@@ -94,14 +93,56 @@ def test_a_parquet_file_is_a_table_with_types(tmp_path, target):
     convert_like(other, target, like, targets=False)
     assert np.allclose(written(target)["x"], [[like["means"][0], 1, 0, 1]])
     for path, changes, said in (
-        (source, {"missing": "refuse"}, "a.parquet, row 0, column pressure: the value is missing"),
+        (source, {"missing": "refuse"}, "a.parquet, row 0, column pressure: the value is missing.* such rows out"),
         (source, {"categories": None}, "a.parquet, row 0, column site: 'north' is not a number"),
-        (source, {"delimiter": ","}, "leave out these options"),
+        (source, {"delimiter": ","}, r"delimiter= \(--delimiter\) has no effect: .* has columns with names and types"),
+        (source, {"encoding": "nonsense"}, r"encoding= \(--encoding\) has no effect"),
+        (source, {"inputs": []}, "the list of columns is empty: name one"),
         (source, {"targets": "open,x"}, "no column 'open,x'"),
         (text.rename(tmp_path / "text.parquet"), {}, "text.parquet cannot be read as Parquet"),
     ):
         with given(said=said), pytest.raises(DataError, match=said):
             convert(path, tmp_path / "none.h5", **options | changes)
+
+
+def test_the_index_of_a_table_of_pandas_is_its_first_column_if_it_has_a_name(tmp_path, target):
+    """As in the CSV that pandas writes."""
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    columns = {"a": [1.0, 2.0], "y": [3.0, 4.0], "day": [7, 8], "__index_level_1__": [0, 1], "run": [5, 6]}
+    index = {"index_columns": ["run", "__index_level_1__", "day", {"kind": "range"}]}
+    table = pyarrow.table(columns).replace_schema_metadata({"pandas": json.dumps(index)})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    done = convert(tmp_path / "a.parquet", target)
+    assert done.columns == ["run", "day", "a"] and done.target_columns == ["y"]
+    assert written(target)["x"].tolist() == [[5, 7, 1], [6, 8, 2]]
+
+
+def test_a_column_of_dates_or_structs_is_left_out_or_a_category(tmp_path, target):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    for value in (date(2026, 1, 2), {"p": 1}, b"x", [1]):
+        parquet.write_table(pyarrow.table({"a": [1.0], "when": [value], "y": [2.0]}), tmp_path / "a.parquet")
+        with given(value=value), pytest.raises(DataError, match="is not a number. Leave this column out"):
+            convert(tmp_path / "a.parquet", target)
+    assert convert(tmp_path / "a.parquet", target, inputs="a").columns == ["a"]
+
+
+def test_a_parquet_file_is_refused_for_training_data_without_names(table, tmp_path, target):
+    pyarrow, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    convert(table("1,2,3\n4,5,6\n"), target, header=False)
+    with h5py.File(target) as file:
+        known = json.loads(file["x"].attrs["pmm3d_table"])
+    parquet.write_table(pyarrow.table({"q": [1.0], "p": [2.0]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="has names of columns, and the training data.* have none"):
+        convert_like(tmp_path / "a.parquet", target, known, targets=False)
+
+
+def test_true_and_false_are_1_and_0(table, target):
+    """In columns of numbers; as labels they are texts. A first line of truth values is no header."""
+    convert(table("a,b,y\nTrue,FALSE,1\nfalse,true,2\n"), target)
+    assert written(target)["x"].tolist() == [[1, 0], [0, 1]]
+    convert(table("a,y\n1,True\n2,False\n"), target, classes=True, overwrite=True)
+    assert written(target)["names"] == ["False", "True"]
+    assert convert(table("True,False\nFalse,True\n"), target, overwrite=True).inputs == (2, 1)
 
 
 COLUMNS = [("a", [0]), (-2, [3]), (["d", 1], [3, 1]), (["e", "a", "b"], [4, 0, 1])]
@@ -193,13 +234,13 @@ BAD_OPTIONS = [
     ({"targets": False, "classes": True}, "there are no targets"),
     ({"targets": 2}, "index is below 2"),
     ({"targets": ["a", "b"]}, "no columns are left"),
-    ({"targets": ["b", 1]}, "or name one twice"),
+    ({"targets": ["b", 1]}, "name one twice"),
     ({"dtype": "int8"}, "float32 or float64; got 'int8'"),
     ({"delimiter": ", "}, "one character; got ', '"),
     ({"inputs": "b", "targets": "b"}, "a column has two uses"),
     ({"categories": "b"}, "the category 'b' is no input"),
     ({"missing": "median"}, "refuse or drop or mean"),
-    ({"targets": ()}, r"the columns \(\) are none"),
+    ({"targets": ()}, r"the list of columns is empty"),
     ({"classes": ["1"], "targets": 0}, "line 2: 'q' is none of the classes 1"),
     ({"classes": True, "targets": ["a", "b"]}, "no columns are left"),
     ({"targets": 1}, r"line 2, column a: 'q' is not a number.*--categories"),
@@ -367,10 +408,10 @@ def test_groups_are_numbered(table, target, tmp_path):
     for path, options, said in (
         (source, {"group_column": "b"}, "a column has two uses"),
         (tmp_path / "unnamed.csv", {"group_column": "who"}, "line 3, column who: the value is missing"),
-        (tmp_path / "a.npz", {"group_column": 0}, "a .npz file has arrays, not columns"),
+        (tmp_path / "a.npz", {"group_column": 0}, "a.npz has arrays. Leave it out"),
         (tmp_path / "a.npz", {"targets": "groups"}, "two names, and not 'groups'"),
         (tmp_path / "a.npz", {"targets": ""}, "'' cannot name a data set"),
-        (tmp_path / "a.npz", {"missing": "drop"}, "a .npz file has arrays, not columns"),
+        (tmp_path / "a.npz", {"missing": "drop"}, "a.npz has arrays. Leave it out"),
     ):
         with given(options=options), pytest.raises(DataError, match=said):
             convert(path, target, overwrite=True, **options)

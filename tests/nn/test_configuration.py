@@ -19,8 +19,10 @@ from pmm3d.nn.training import build
 from pmm3d.nn.training.build import trainer
 from pmm3d.nn.training.config import Config, checked, load
 from pmm3d.nn.training.described import as_toml, keys_of
+from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.network import make_network, make_schedule
 from pmm3d.nn.training.samples import recalled
+from pmm3d.nn.training.sections import DataSection, NetworkSection, OptimizerSection
 from pmm3d.nn.transformer.generate import longest_of
 
 pytestmark = pytest.mark.deadline(240)
@@ -324,6 +326,12 @@ def test_class_weights_that_do_not_fit_the_targets_are_refused(write, warned):
             warned({"file": file}, class_weights=weights)
 
 
+def test_a_plan_refuses_class_weights_as_a_run_does():
+    for weights in ([], [0, 0, 0], [1, 2]):
+        with given(weights=weights), pytest.raises(Pmm3dError, match="there are 3 classes: give one number for each"):
+            DrySteps(checked({"data": FILE, "training": {"class_weights": weights}}), (4, 3, True))
+
+
 @two
 def test_classes_of_the_validation_file_are_those_of_training_by_name(write, warned):
     """If a file does not name its classes, the names are their numbers."""
@@ -347,6 +355,9 @@ def test_tokens_have_defaults_of_their_own_and_a_given_key_wins():
     assert values(checked(tokens)) == values(checked(own)) == (1.0, "auto", 16)
     off = tokens | {"optimizer": {"clip": 0}, "schedule": {"kind": "constant", "warm_up": 0}}
     assert values(checked(off)) == (0, 0, 16) and checked(own).optimizer.build == "lion.py:Lion"
+    sections = {"data": DataSection(file="x.h5", sequence=8), "network": NetworkSection(kind="gpt")}
+    assert values(Config(**sections, optimizer=OptimizerSection(lr=0.1))) == (1.0, "auto", 16)
+    assert values(Config(**sections, optimizer=OptimizerSection(clip=0))) == (0, "auto", 16)
     for each in (tokens, off):
         shown = as_toml(checked(each))
         assert checked(tomllib.loads(shown)) == checked(each)

@@ -162,10 +162,22 @@ def test_what_is_refused(comm, fails):
             (lambda: nn.cross_entropy(x, y), "row 1 .* label -1; .* 0 to 4$"),
             *(
                 (partial(nn.cross_entropy, x, y, weight=weight), "one number for each of the 5 classes, at least 0")
-                for weight in ([1, 2], [1, 1, 1, 1, -1], [0] * 5, [1, 1, 1, 1, np.inf])
+                for weight in ([1, 2], [1, 1, 1, 1, -1], [0] * 5, [1, 1, 1, 1, np.inf], "balanced")
             ),
         ):
             fails(Pmm3dError, text, call)
+
+
+def test_class_weights_that_differ_between_ranks_are_refused_on_every_rank(comm, fails):
+    """If only some ranks have weights, with PMM3D_DEBUG=1."""
+    given, other, bad = [1.0, 2, 3, 4, 5], [1.0] * 5, [1.0] * 4
+    for first, rest, debug in ((given, other, False), (bad, given, False), (given, None, True)):
+        if comm.size == 1:
+            return
+        with Grid(comm, (1, 1, comm.size), debug=debug) as grid:
+            x, y = nn.Tensor(spread(grid, drawn((ROWS, COLS), 1))), spread(grid, labels_of("a class"))
+            weight = rest if comm.rank else first
+            fails(Pmm3dError, "cross_entropy", lambda: nn.cross_entropy(x, y, weight=weight))
 
 
 def test_what_is_no_loss_is_refused_with_the_names_of_losses():

@@ -32,7 +32,8 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
     narrow = here.config(training="epochs = 2", network="bias = false")
     fails(resume(narrow), "nothing was changed: network.bias was True")
     fails(resume(narrow, "--accept", "network"), "0.bias")
-    config = here.config(training="epochs = 2", network="activation = 'relu'", optimizer="lr = 0.5")
+    options = "epochs = 2\nclass_weights = [1, 2, 3]"
+    config = here.config(training=options, network="activation = 'relu'", optimizer="lr = 0.5")
     fails(resume(config), "nothing was changed: network.activation was 'gelu', is 'relu'. Restore the settings; or")
     on_rank_0(comm, lambda: change_a_value(here.folder / "data.h5"))
     fails(resume(config, "--accept", "network"), "nothing was changed: the data's fingerprint was ")
@@ -44,10 +45,12 @@ def test_what_changes_is_said_and_what_makes_another_run_is_refused(here, comm):
         "network.activation was 'gelu', is 'relu'",
         "optimizer.lr was 0.001, is 0.5",
         "training.epochs was 1, is 2",
+        "training.class_weights was ",
         "the data's fingerprint was ",
         "the learning rate of step 7 is ",
     ):
         assert done.stderr.count(f"resumed with a change: {change}") == 1, done.stderr
+    assert "samples.class_weights" not in done.stderr
     assert [line["lr"] for line in here.metrics() if "lr" in line][6] > 0.2
 
 

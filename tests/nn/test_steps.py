@@ -11,6 +11,7 @@ from samples import to_numpy
 
 from pmm3d import DistMatrix, Grid, Pmm3dError, nn
 from pmm3d.io import DataSet
+from pmm3d.io.split import RowSet
 from pmm3d.layout import batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.training import NonFiniteLossError, Recipe, Trainer, TrainState, evaluate
@@ -146,6 +147,23 @@ def test_a_step_is_the_same_with_any_micro_batches(grid, title):
         found.append([np.array([value, norm]), *weights_of(net).values()])
     for whole, parts in zip(*found, strict=True):
         assert np.abs(whole - parts).max() <= 1e-12 * max(1, np.abs(whole).max())
+
+
+@some
+def test_a_run_ends_with_the_cause_if_all_labels_of_a_batch_have_weight_0(comm, samples):
+    """The same of a validation."""
+    loss = partial(nn.cross_entropy, weight=[1, 0, 0, 0, 0])
+    with Grid(comm, shape="ddp") as grid, DataSet(grid, samples) as data:
+        for rows, validated, text in (
+            ((0, 50), None, "step 2: the loss"),
+            ((0, 1), (1, 4), "step 1: the validation's"),
+        ):
+            net = nn.MLP(grid, [4, 8, 5])
+            loader = lambda rows: data.loader(1, rows=RowSet(*rows, 50), shuffle=False)
+            state = TrainState(net, sgd(net), loader=loader(rows))
+            trainer = Trainer(state, Recipe(loss, steps=3), validated and loader(validated))
+            with pytest.raises(NonFiniteLossError, match=f"{text}.* nan, because no label has a weight above 0"):
+                trainer.run()
 
 
 @some

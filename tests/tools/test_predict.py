@@ -13,9 +13,10 @@ import pytest
 import typer
 from safetensors import safe_open
 
+from pmm3d import Grid
 from pmm3d.io import Tokenizer, convert_text
 from pmm3d.nn.facts import ACCEPTED
-from pmm3d.nn.training.export import tokenizer_of
+from pmm3d.nn.training.export import _export_tokenizer, tokenizer_of
 from pmm3d.nn.training.predict import text_after
 from pmm3d.nn.training.samples import Recalled
 from pmm3d.tools.ranks import Accept
@@ -421,6 +422,19 @@ def test_the_tokenizer_of_an_export_is_that_of_the_facts_of_the_run(tmp_path):
         assert (found and found.for_package) == expected
 
 
+@pytest.mark.parallel([2])
+def test_an_export_without_a_tokenizer_leaves_none_of_another_network(comm, shared_path):
+    if comm.rank == 0:
+        for name in FOLDER:
+            (shared_path / name).write_text("of another network")
+    config = SimpleNamespace(data=SimpleNamespace(file=shared_path / "none.h5"))
+    with Grid(comm) as grid:
+        told = _export_tokenizer(grid, Recalled(config, None, {"tokenizer": "other"}), shared_path)
+    left = {each.name for each in shared_path.iterdir()}
+    assert "without its tokenizer" in told and left & {*FOLDER} == {"config.json", "model.safetensors"}
+    comm.barrier()
+
+
 def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     """The same text on one rank, and on two ranks with the grid of the run; greedy, and with a seed."""
 
@@ -456,6 +470,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     ):
         said(pmm3d(*words), text)
     right(*other, "--accept", "tokenizer")
+    assert "longer than" not in right("generate", "run", "--prompt", "the cat " * 9, "--length", "0")
     assert "longer than the 40 positions" in generate("--length", "40")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")
     generate("--length", "3")

@@ -117,6 +117,11 @@ def test_an_error_about_shapes_has_a_note_about_the_plan(comm):
         with pytest.raises(LayoutError) as raised:
             made(torch.ones(3, 5))
         assert not hasattr(raised.value, "__notes__")
+        fails = lambda *arguments: 1 / 0 if arguments is None else torch.linalg.cholesky(-torch.eye(2))
+        made[1].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="positive-definite") as raised:
+            made(torch.ones(3, 4))
+        assert not hasattr(raised.value, "__notes__")
 
 
 @pytest.mark.parallel([2])

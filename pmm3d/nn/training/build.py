@@ -69,10 +69,10 @@ def trainer(
                     'network.library = "torch" is faster, and has bfloat16'
                 )
             samples = samples_of(data, loss, class_weights_of(config, data, rows))
-            found = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
+            sample_sizes = SampleSizes(samples.features, samples.outputs, classes is not None, len(rows))
             with grid.collective_call("training"):
-                sizes = layer_sizes(config, found.features, found.outputs)
-            _predict_memory(config, grid, found, own)
+                sizes = layer_sizes(config, sample_sizes.features, sample_sizes.outputs)
+            _predict_memory(config, grid, sample_sizes, own)
             network, output = make_network(config, grid, sizes, own.network)
             if isinstance(data, TokenDataSet):
                 batches["layout"] = token_layout(grid.stage, data.sequence, order=config.network.order or "plain")

@@ -81,13 +81,10 @@ class Config(Section):
     def _with_defaults_of_tokens(cls, values: Any) -> Any:
         """Add the defaults of `OF_TOKENS` to the sections, which do not know the data."""
         data = values.get("data") if isinstance(values, dict) else None
-        if not isinstance(data, dict) or data.get("sequence") is None:
+        if (data.get("sequence") if isinstance(data, dict) else getattr(data, "sequence", None)) is None:
             return values
         given = {name: cls._short(values.get(name, {})) for name in OF_TOKENS}
-        return values | {
-            name: defaults | given[name] if isinstance(given[name], dict) else given[name]
-            for name, defaults in OF_TOKENS.items()
-        }
+        return values | {name: _with_defaults(given[name], defaults) for name, defaults in OF_TOKENS.items()}
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:
@@ -150,6 +147,16 @@ class Config(Section):
                 'precision to "float32"'
             )
         return self
+
+
+def _with_defaults(section: Any, defaults: dict[str, Any]) -> Any:
+    """Return a section, a dictionary or an object, with these values of keys that it does not set."""
+    if isinstance(section, dict):
+        return defaults | section
+    if isinstance(section, Section):
+        unset = defaults.keys() - section.model_fields_set
+        return section.model_copy(update={key: defaults[key] for key in unset})
+    return section
 
 
 def load(path: str | os.PathLike[str], open_pipe: bool = False) -> Config:

@@ -23,7 +23,7 @@ from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
 from .network import Own, inputs_of, layer_sizes, make_network, make_optimizer
-from .samples import SampleSizes, loss_of, sizes_in_file
+from .samples import SampleSizes, check_class_weights, loss_of, sizes_in_file
 from .step import train_step
 
 REMEDY = (
@@ -77,6 +77,7 @@ class DrySteps:
             raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
         self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore
         self.loss, batch = loss_of(config, self.samples.classes), config.data.batch_size
+        check_class_weights(config, self.samples.outputs)
         self.micro_batches = config.grid.micro_batches
         self.rows = -(-min(batch, self.samples.rows or batch) // self.micro_batches)
         if own is None:

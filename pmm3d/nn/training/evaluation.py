@@ -119,6 +119,11 @@ class Evaluation:
             self.score.add(out, y)
         self._rows += rows
 
+    @property
+    def has_terms(self) -> bool:
+        """Whether a row counts in the loss."""
+        return self._terms != 0
+
     def figures(self) -> dict[str, float]:
         """Return "loss", "accuracy" for classes or "r2" for vectors, "r2 of NAME" of targets with names, and the
         metrics. Collective. For a user's loss with labels there is neither accuracy nor r2."""

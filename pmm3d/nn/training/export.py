@@ -37,8 +37,9 @@ def check_target(target: Path, overwrite: bool) -> Path:
         if not overwrite and any(target.iterdir()):
             raise CheckpointError(f"the folder {target} contains files; --overwrite replaces those of the same names")
         return target / CONFIG
-    if target.suffix != ENDING and os.path.lexists(target):
-        raise CheckpointError(f"cannot export to {target}: the name of the file must end in {ENDING}")
+    if target.suffix != ENDING and (target.suffix or os.path.lexists(target)):
+        remedy = "" if os.path.lexists(target) else ". To export to a folder of this name, make the folder first"
+        raise CheckpointError(f"cannot export to {target}: the name of the file must end in {ENDING}{remedy}")
     check_replaceable(target, overwrite)
     return target
 
@@ -47,75 +48,78 @@ SCALED = "scaling"
 """Key of the scales in the metadata; None if samples have the units of the data."""
 
 
-def export_checkpoint(
-    comm: MPI.Intracomm, checkpoint: Path, target: Path, names: str | None = None
-) -> tuple[Path, str]:
+def export_checkpoint(comm: MPI.Intracomm, path: Path, target: Path, names: str | None = None) -> tuple[Path, str]:
     """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does. To a folder, also
     write the tokenizer. Return the checkpoint, and a text about the units of samples that were standardised, or about
     the tokenizer. Collective over comm. Raises CheckpointError, on every rank."""
     with Grid(comm, "fsdp") as grid:
-        found, keeper = find_checkpoint(grid, checkpoint)
+        checkpoint, keeper = find_checkpoint(grid, path)
         try:
-            known: Recalled | None = recalled(found)
+            run: Recalled | None = recalled(checkpoint)
         except CheckpointError:
-            known = None
-        of_torch = known is None or known.config.network.build  # a file of network.build may be missing now
+            run = None
+        of_torch = run is None or run.config.network.build  # a file of network.build may be missing now
         with grid.collective_call("export", names, always=True):
             if of_torch and names not in (None, TORCH):
                 raise CheckpointError(
-                    f"{found.path} does not determine its network, so the export cannot use the "
+                    f"{checkpoint.path} does not determine its network, so the export cannot use the "
                     f"names {names!r}. Make the network in a program, load it with "
                     "nn.exchange.load_weights, and call its export"
                 )
-            if target.suffix != ENDING and (known is None or of_torch or not known.config.network.of_tokens):
+            if target.suffix != ENDING and (run is None or of_torch or not run.config.network.of_tokens):
                 raise CheckpointError(
                     f"cannot export to {target}: the name of the file must end in {ENDING}. A folder for "
                     "from_pretrained of the transformers package needs a run with network.kind gpt or llama"
                 )
-        scaling = None if known is None else known.scaling
-        if known is None or of_torch:
-            said = {} if known is None else {SCALED: scaling and scaling.state()}
-            _export_matrices(grid, keeper, found, target, said)
+        scaling = None if run is None else run.scaling
+        if run is None or of_torch:
+            metadata = {} if run is None else {SCALED: scaling and scaling.state()}
+            _export_matrices(grid, keeper, checkpoint, target, metadata)
             contained = False
         else:
-            contained = _export_network(grid, keeper, found, known, target, names)
-        if known is not None and target.suffix != ENDING:
-            return found.path, _export_tokenizer(grid, known, target)
+            contained = _export_network(grid, keeper, checkpoint, run, target, names)
+        if run is not None and target.suffix != ENDING:
+            return checkpoint.path, _export_tokenizer(grid, run, target)
         units = "; samples and outputs have the units of the data"
         if not contained:
             units = "; the network takes standardised samples: the scales are in the metadata pmm3d"
-        return found.path, units if scaling is not None else ""
+        return checkpoint.path, units if scaling is not None else ""
 
 
 def _export_network(
-    grid: Grid, keeper: Checkpoints, found: Checkpoint, known: Recalled, target: Path, names: str | None
+    grid: Grid, keeper: Checkpoints, checkpoint: Checkpoint, run: Recalled, target: Path, names: str | None
 ) -> bool:
     """Export the parameters of the network, which distinguishes vectors from matrices. Return whether they contain the
     scales of the samples."""
-    section = known.config.network.model_copy(update={"library": "numpy"})
-    config = known.config.model_copy(update={"network": section})
-    made = network_of(config, grid, known.samples)
-    fill_weights(made, found, keeper)
-    contained = known.scaling is not None and put_scales_into_weights(made, known.scaling)
-    said: dict[str, Any] = {
+    section = run.config.network.model_copy(update={"library": "numpy"})
+    config = run.config.model_copy(update={"network": section})
+    network = network_of(config, grid, run.samples)
+    fill_weights(network, checkpoint, keeper)
+    contained = run.scaling is not None and put_scales_into_weights(network, run.scaling)
+    metadata: dict[str, Any] = {
         "network": config.settings()["network"],
-        SAMPLES: known.samples.model_dump(),
-        FACTS: known.facts,
+        SAMPLES: run.samples.model_dump(),
+        FACTS: run.facts,
     }
-    said[SCALED] = None if known.scaling is None or contained else known.scaling.state()
-    export_torch(made, target, {OWN: json.dumps(said)}, names=names)
+    metadata[SCALED] = None if run.scaling is None or contained else run.scaling.state()
+    export_torch(network, target, {OWN: json.dumps(metadata)}, names=names)
     return contained
 
 
-def _export_tokenizer(grid: Grid, known: Recalled, folder: Path) -> str:
-    """Write the tokenizer of a run for AutoTokenizer.from_pretrained. Collective. Return a text about it."""
-    file, text = known.config.data.file, None
+def _export_tokenizer(grid: Grid, run: Recalled, folder: Path) -> str:
+    """Write the tokenizer of a run for AutoTokenizer.from_pretrained. If there is none, remove that of another network
+    from the folder. Collective. Return a text about it."""
+    file, text = run.config.data.file, None
     with grid.collective_call("export: tokenizer", str(folder), always=True), file_errors(folder, "written"):
         if grid.rank == 0:
             text = f", without its tokenizer: {file} does not contain it now"
-            if (coder := tokenizer_of(known)) is not None:
-                replace_file(folder / "tokenizer.json", coder.for_package.encode())
-                replace_file(folder / "tokenizer_config.json", TOKENIZER_CONFIG.encode())
+            files = folder / "tokenizer.json", folder / "tokenizer_config.json"
+            if (coder := tokenizer_of(run)) is None:
+                for path in files:
+                    path.unlink(missing_ok=True)
+            else:
+                for path, contents in zip(files, (coder.for_package, TOKENIZER_CONFIG)):
+                    replace_file(path, contents.encode())
                 text = ", with its tokenizer"
     return str(grid.comm.bcast(text))
 
@@ -128,13 +132,13 @@ TOKENIZER_CONFIG = """{
 """Contents of tokenizer_config.json: tokenizer.json contains the whole tokenizer."""
 
 
-def tokenizer_of(known: Recalled) -> Tokenizer | None:
+def tokenizer_of(run: Recalled) -> Tokenizer | None:
     """Return the tokenizer of a run, or None if its data file does not contain it."""
-    if known.facts.get("tokenizer") == Tokenizer().digest:
+    if run.facts.get("tokenizer") == Tokenizer().digest:
         return Tokenizer()
     try:
-        found = Tokenizer.of(known.config.data.file)
-        return found if found.digest == known.facts.get("tokenizer") else None
+        tokenizer = Tokenizer.of(run.config.data.file)
+        return tokenizer if tokenizer.digest == run.facts.get("tokenizer") else None
     except DataError:
         return None
 
@@ -160,16 +164,21 @@ def put_scales_into_weights(network: Module, scaling: Scaling) -> bool:
     return True
 
 
-def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target: Path, said: Mapping[str, Any]) -> None:
-    """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices. said: metadata."""
-    entries = {name: entry for name, entry in found.manifest["matrices"].items() if not is_state(name)}
+def _export_matrices(
+    grid: Grid, keeper: Checkpoints, checkpoint: Checkpoint, target: Path, metadata: Mapping[str, Any]
+) -> None:
+    """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices.
+
+    metadata: further metadata of the file.
+    """
+    entries = {name: entry for name, entry in checkpoint.manifest["matrices"].items() if not is_state(name)}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
     matrices = {
         name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"), library=library)
         for name, entry in entries.items()
     }
     vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
-    fill(keeper, found, matrices, partial=True)
+    fill(keeper, checkpoint, matrices, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
     export_safetensors(
         grid,
@@ -177,5 +186,5 @@ def _export_matrices(grid: Grid, keeper: Checkpoints, found: Checkpoint, target:
         weights,
         transpose=weights.keys() - vectors,
         vectors=vectors,
-        metadata={OWN: json.dumps({FACTS: facts_in(found.meta), **said})},
+        metadata={OWN: json.dumps({FACTS: facts_in(checkpoint.meta), **metadata})},
     )

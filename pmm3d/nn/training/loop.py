@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from ...product import DistMatrix
 from ...text import counted, shell_command
 from ..contexts import unchanged
 from ..exchange import published_names
+from ..loss import cross_entropy, number_of_labels
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
 from .log import METRICS, RunLog, logger, on_first
 from .recipe import Recipe
@@ -267,7 +268,9 @@ class Trainer:
                 self.recipe.clip,
                 agree=partial(self._agree, self.loader),
                 scale=state.scale,
-                check=lambda inputs, what, value: self._check(inputs, f"step {self.step + 1}: {what}", value),
+                check=lambda inputs, what, value: self._check(
+                    inputs, f"step {self.step + 1}: {what}", value, lambda: self._has_weight([y for _, y in batches])
+                ),
             )
         finally:
             self.counts["steps"] += self.step - steps
@@ -350,13 +353,30 @@ class Trainer:
         batch."""
         figures = evaluation.figures()
         self.counts["evaluations"] += 1
-        self._check(inputs, f"step {self.step}: the validation's loss is", figures["loss"])
+        what = f"step {self.step}: the validation's loss is"
+        self._check(inputs, what, figures["loss"], lambda: evaluation.has_terms)
         return figures
 
-    def _check(self, inputs: Sequence[DistMatrix], what: str, value: float) -> None:
-        """Raises NonFiniteLossError if the value is not finite."""
+    def _has_weight(self, labels: Sequence[DistMatrix]) -> bool:
+        """Return whether a label of these micro-batches has a weight above 0 in the loss. Collective."""
+        if not isinstance(self._loss, partial) or self._loss.func is not cross_entropy:
+            return True
+        weight, ignored = (self._loss.keywords.get(name) for name in ("weight", "ignore_index"))
+        class_weights = None if weight is None else np.asarray(weight, float)
+        return number_of_labels(self.state.network.grid, labels, ignored, class_weights) > 0
+
+    def _check(self, inputs: Sequence[DistMatrix], what: str, value: float, has_weight: Callable[[], bool]) -> None:
+        """Raises NonFiniteLossError if the value is not finite. has_weight: whether a label counts; called on every
+        rank."""
         if isfinite(value):
             return
+        if not has_weight():
+            self._try_to_finish()
+            with self.grid.collective_call("training"):
+                raise NonFiniteLossError(
+                    f"{what} {value}, because no label has a weight above 0: take a larger data.batch_size, or weights "
+                    "above 0. For a validation, hold out more rows"
+                )
         where = first_non_finite(self.state.network, inputs)
         self._try_to_finish()
         with self.grid.collective_call("training"):

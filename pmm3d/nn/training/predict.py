@@ -280,7 +280,8 @@ def continue_text(
         with grid.collective_call("predict: text", always=True):
             text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
         positions = longest_of(network) or 0
-        exceeded = positions if len(tokens) + length - 1 > positions else 0  # no token depends on the last one
+        # no token depends on the last one
+        exceeded = positions if length and len(tokens) + length - 1 > positions else 0
         return Continued(grid.comm.bcast(text), checkpoint.path, str(grid.shape), exceeded)
 
 

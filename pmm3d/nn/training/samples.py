@@ -78,20 +78,25 @@ def samples_of(data: Data, loss: str, class_weights: list[float] | None = None) 
     )
 
 
+def check_class_weights(config: Config, classes: int, where: str = "there are", names: str = "") -> None:
+    """Raise Pmm3dError for weights that do not fit the number of classes."""
+    wanted = config.training.class_weights
+    if wanted is not None and wanted != "balanced" and (len(wanted) != classes or not any(wanted)):
+        raise Pmm3dError(
+            f"training.class_weights has {counted(len(wanted), 'number')}, and {where} {counted(classes, 'class')}"
+            f'{names}: give one number for each class, not all 0, or "balanced"'
+        )
+
+
 def class_weights_of(config: Config, data: Data, rows: RowSet) -> list[float] | None:
     """Return the weight of each class in the loss, or None. Collective. The mean weight of the rows to train on is 1 if
     weights are balanced; a class without such a row then has the weight 1. Raises Pmm3dError for weights that do not
     fit the data."""
-    wanted, found = config.training.class_weights, data.classes or 0
+    wanted = config.training.class_weights
     if wanted is None or isinstance(data, TokenDataSet):
         return None
     with data.grid.collective_call("training", always=True):
-        if wanted != "balanced" and (len(wanted) != found or not any(wanted)):
-            raise Pmm3dError(
-                f"training.class_weights has {counted(len(wanted), 'number')}, and {data.path} has "
-                f"{counted(found, 'class')} ({names_in_words(names_of(data))}): give one number for each class, not "
-                'all 0, or "balanced"'
-            )
+        check_class_weights(config, data.classes or 0, f"{data.path} has", f" ({names_in_words(names_of(data))})")
     if wanted != "balanced":
         return list(wanted)
     [counts] = data.class_counts(rows)

@@ -38,7 +38,7 @@ with needs("train", "a configuration"):
     from pydantic import AfterValidator, Field, ValidationInfo, create_model, field_validator, model_validator
 
 AUTO = "auto"
-OF_TOKENS = {"optimizer": {"clip": 1.0}, "schedule": {"warm_up": AUTO}}
+OF_TOKENS: dict[str, dict[str, Any]] = {"optimizer": {"clip": 1.0}, "schedule": {"warm_up": AUTO}}
 """Defaults of tokens that are those of no other data. Without them, a transformer often stays at the loss of a network
 that ignores its input."""
 EPOCHS = 10
@@ -334,7 +334,8 @@ class TrainingSection(Section):
     returns the mean over the rows"""
     class_weights: ClassWeights | None = None
     """weight of each class in the loss cross_entropy, in the order of the classes, also in validations; balanced: the
-    number of rows to train on, divided by the number of classes and by the number of rows of the class; left out: 1"""
+    number of rows to train on, divided by the number of classes with such rows and by the number of rows of the class;
+    a class without rows has 1; left out: 1. Each batch must have a label with a weight above 0"""
     metrics: list[Function] = []
     """functions (output, y) of your own for validations. Each returns a number, or a 1 x 1 tensor, for a batch; its
     figure is the mean over the rows"""

@@ -249,7 +249,10 @@ class TrainState:
             *differences(facts_in(known), self._compared()),
             *self._batches(known),
         ]
-        return [*{each.key: each for each in changes}.values()]
+        by_key = {each.key: each for each in changes}
+        if "training.class_weights" in by_key:
+            by_key.pop("samples.class_weights", None)
+        return [*by_key.values()]
 
     def _batches(self, facts: Facts) -> list[Difference]:
         before, now = facts.get("loader"), _state(self.loader)

@@ -137,15 +137,15 @@ def _continued(
     vocabulary: int | None,
 ) -> np.ndarray:
     """Continue sequences of equal length. Collective. numbers: their numbers in the prompt, for the draws."""
-    whole, (count, begin) = network.parent_grid, sequences.shape
-    made = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
+    parent, (count, begin) = network.parent_grid, sequences.shape
+    tokens = np.concatenate([sequences, np.zeros((count, length), np.int64)], axis=1, dtype=np.int64)
     with ExitStack() as stack:
         grids = dict.fromkeys((network.grid, whole_of(network).grid))
         longest = min(begin + length, longest_of(network) or begin + length)
         caches = [stack.enter_context(Cache(grid, longest)) for grid in grids]
         stack.enter_context(network.evaluating())
         stack.enter_context(unchanged(network.grid))
-        first, seen, known = 0, 0, None  # first: number of the token with position 0
+        first, seen, outputs = 0, 0, None  # first: number of the token with position 0
         for place in range(begin, begin + length):
             if place - first > longest:
                 first = seen = place - longest
@@ -153,15 +153,15 @@ def _continued(
                     cache.clear()
             for cache in caches:
                 cache.begin(place - seen)
-            logits = network(_batch(network, made[:, seen:place], known))
-            known, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
+            logits = network(_batch(network, tokens[:, seen:place], outputs))
+            outputs, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
             drawn = np.zeros(count, np.int64)
-            with whole.collective_call("generate", place, always=True):
-                if whole.rank == 0:
+            with parent.collective_call("generate", place, always=True):
+                if parent.rank == 0:
                     draws = np.asarray(np.random.default_rng([seed, place - begin]).random(max(numbers) + 1))[numbers]
                     drawn = choose(logits.library.to_numpy(values)[:, :vocabulary], draws, temperature, top_k)
-            made[:, place], seen = whole.comm.bcast(drawn), place
-    return made
+            tokens[:, place], seen = parent.comm.bcast(drawn), place
+    return tokens
 
 
 def longest_of(network: Module) -> int | None:
