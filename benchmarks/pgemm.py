@@ -107,9 +107,9 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
             array[...] = comm.rank
         there = theirs.descriptor(size, size, BLOCK, BLOCK, 0, 0, a.shape[0])
         in_slabs = column.descriptor(size, size, size, size // comm.size, 0, 0, slab.shape[0])
-        grid = ours._product_grid(size, (size, size, size), "float64", lambda shape: [])[0]
+        grid_shape = ours.grid.shape_for((size, size, size), "float64")
         layout = Layout("z", ("y", "x"))
-        on_grid = Placement((size, size), layout, grid.shape, "F")
+        on_grid = Placement((size, size), layout, grid_shape, "F")
         local_shapes = on_grid.local_shapes(comm.rank)  # empty on a rank outside the grid
         shard = np.empty(local_shapes[0] if local_shapes else (0, 0), order="F")
         shard[...] = 0
