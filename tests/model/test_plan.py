@@ -77,6 +77,11 @@ def test_what_is_sent_arrives_and_the_fullest_ranks_are_at_the_corners(plan):
         assert max(sent) == max(rank.bytes_sent[axis] for rank in plan.fullest)
 
 
+def test_a_smaller_part_of_k_may_have_the_largest_panels():
+    plan = ProductPlan(375, 249, 251, "float16", GridShape(4, 5, 2), a=1, panels=8)
+    assert plan.workspace == max(plan.on_rank(coords).workspace for coords in ranks_of(plan)) == 155_968
+
+
 PURE = """
 import sys
 sys.modules |= dict.fromkeys(["mpi4py", "numpy", "scipy", "torch", "cupy", "array_api_compat", "h5py"])
