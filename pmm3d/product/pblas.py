@@ -25,8 +25,8 @@ from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
-SEGMENT = 64
-"""Least k of the largest part of k at which each part has a GEMM of its own, unless k is smaller."""
+SEGMENT = 16
+"""C stays if the largest part of k, which has a GEMM of its own, is at least this long, or is all of k."""
 UNEVEN = 1.1
 """Largest ratio of the GEMM of the largest part of C to that of a rank of the product's grid at which C stays."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {

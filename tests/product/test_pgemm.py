@@ -197,7 +197,7 @@ def test_c_moves_if_that_is_less_or_the_work_is_limited(comm):
 
     assert kept((2, 2), (640, 640, 640)) and not kept((2, 2), (640, 640, 640), limit=2**30)
     assert not kept((2, 2), (640, 640, 640), cols=5)  # few elements are in one piece
-    assert kept((2, 2), (640, 640, 64)) and not kept((2, 2), (640, 640, 64), 8, cols=8)  # k in short parts
+    assert kept((2, 2), (640, 640, 64)) and not kept((2, 2), (640, 640, 16), 4, cols=4)  # k in short parts
     assert not kept((16, 1), (640, 640, 640), grid=(4, 1, 4))  # each process would receive all of B
     assert not kept((2, 2), (640, 640, 640), block=600, cols=600)  # one process would have most of C
     assert not kept((4, 4), (64, 64, 64000), grid=(1, 16, 1))  # sums of C are smaller than A and B
