@@ -4,6 +4,7 @@
     export PMM3D_BLAS=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 OPENBLAS_NUM_THREADS=1
     mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py
     mpirun -n 8 .venv-embed/bin/python benchmarks/pgemm.py --moves
+    mpirun -n 4 .venv/bin/python benchmarks/pgemm.py --ways                       (without ScaLAPACK)
     mpirun -n 4 .venv/bin/python benchmarks/pgemm.py --datatypes                  (without ScaLAPACK)
 
 Both use the BLAS in PMM3D_BLAS, which is loaded for ScaLAPACK too, one thread per rank, and the MPI of ScaLAPACK, whose
@@ -11,8 +12,9 @@ file may be in PMM3D_SCALAPACK.
 Blocks are 64 x 64, on the process grid nearest to a square. Times are medians of the rounds on the slowest rank. The
 order of the libraries alternates. The limit is the rate of the same GEMM on one core, times the cores of the ranks.
 With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of the same
-number of bytes. With --datatypes: a 4096 x 4096 matrix of float64 to the layout of an operand and back, by packed
-messages, as in pmm3d, and by messages of one derived datatype each.
+number of bytes. With --ways: products whose C stays where it is, and the same with A, B and C moved, as with
+`max_workspace`; 4 or 16 ranks have a square process grid. With --datatypes: a 4096 x 4096 matrix of float64 to the
+layout of an operand and back, by packed messages, as in pmm3d, and by messages of one derived datatype each.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from pmm3d.tools.tune.scalapack.library import Scalapack
 from pmm3d.tools.tune.scalapack.measuring import process_grid
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
+WAYS = ((1024, 1024, 1024), (4096, 4096, 4096), (4096, 4096, 256))
 BLOCK, MOVED = 64, 8192
 LIBRARY = NumpyLibrary()
 
@@ -94,6 +97,29 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
     return cells
 
 
+def ways_row(shape: tuple[int, int, int], dtype: str, rounds: int) -> list[str]:
+    (m, n, k), comm = shape, MPI.COMM_WORLD
+    with BlacsContext(comm, process_grid(comm.size)) as context:
+        descriptors = [context.descriptor(*size, BLOCK, BLOCK) for size in ((m, k), (k, n), (m, n))]
+        a, b, c = arrays = [descriptor.empty(dtype) for descriptor in descriptors]
+        for number, array in enumerate(arrays):
+            array[...] = number
+        of_a, of_b, of_c = ((1, 1, descriptor) for descriptor in descriptors)
+        stays, moved = (
+            PgemmPlan("N", "N", m, n, k, *of_a, *of_b, *of_c, dtype=dtype, max_workspace=limit)
+            for limit in (None, 2**60)
+        )
+        seconds = medians({"stays": lambda: stays(a, b, c), "moves": lambda: moved(a, b, c)}, rounds)
+        return [
+            f"{m} x {n} x {k}",
+            dtype,
+            *(f"{1e3 * time:.0f}" for time in seconds.values()),
+            f"{seconds['moves'] / seconds['stays']:.2f}",
+            str(moved.grid.shape),
+            "stays" if stays.grid is context.grid else "moves",
+        ]
+
+
 def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
     comm = MPI.COMM_WORLD
     shape = process_grid(comm.size)
@@ -107,9 +133,9 @@ def moves(scalapack: Scalapack, rounds: int, size: int) -> list[list[str]]:
             array[...] = comm.rank
         there = theirs.descriptor(size, size, BLOCK, BLOCK, 0, 0, a.shape[0])
         in_slabs = column.descriptor(size, size, size, size // comm.size, 0, 0, slab.shape[0])
-        grid = ours._product_grid(size, (size, size, size), "float64", lambda shape: [])[0]
+        grid_shape = ours.grid.shape_for((size, size, size), "float64")
         layout = Layout("z", ("y", "x"))
-        on_grid = Placement((size, size), layout, grid.shape, "F")
+        on_grid = Placement((size, size), layout, grid_shape, "F")
         local_shapes = on_grid.local_shapes(comm.rank)  # empty on a rank outside the grid
         shard = np.empty(local_shapes[0] if local_shapes else (0, 0), order="F")
         shard[...] = 0
@@ -206,11 +232,14 @@ def packed(move: TileMove, source: np.ndarray, target: np.ndarray) -> None:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--moves", action="store_true", help="only redistribution")
+    made.add_argument("--ways", action="store_true", help="products whose C stays, and with C moved")
     made.add_argument("--datatypes", action="store_true", help="packed messages and MPI's derived datatypes")
     made.add_argument("--rounds", type=int, default=5, help="number of rounds; figures are medians (5)")
     made.add_argument("--shape", help="one product, such as 4096x4096x4096 (three products)")
     made.add_argument("--dtype", help="float32 or float64 (both)")
     asked, comm = made.parse_args(), MPI.COMM_WORLD
+    if asked.ways:
+        made.refuse(asked, "--moves --datatypes", "--ways")
     if asked.moves or asked.datatypes:
         made.refuse(asked, "--shape --dtype", "--moves" if asked.moves else "--datatypes")
     size = MOVED
@@ -220,6 +249,15 @@ def main() -> None:
         rows = datatypes(asked.rounds, 4096 if not asked.quick else size)
         if comm.rank == 0:
             report(asked, (f"4096 x 4096 float64, {comm.size} ranks, ms", rows))
+        return
+    shapes = [sizes_of(asked.shape)[:3]] if asked.shape else WAYS if asked.ways else SHAPES
+    dtypes = [asked.dtype] if asked.dtype else ["float64", "float32"]
+    title = f"{comm.size} ranks, process grid {process_grid(comm.size)}, blocks of {BLOCK}"
+    if asked.ways:
+        rows = [["m x n x k", "type", "C stays ms", "C moves ms", "faster", "grid", "pgemm's choice"]]
+        rows += [ways_row(shape, dtype, asked.rounds) for shape in shapes for dtype in dtypes]
+        if comm.rank == 0:
+            report(asked, (title, rows))
         return
     if file := os.environ.get("PMM3D_BLAS"):
         try:
@@ -237,11 +275,9 @@ def main() -> None:
         ]
     else:
         rows = [["m x n x k", "type", "pgemm ms (of the limit)", "p?gemm ms (of the limit)", "faster", "grid", "right"]]
-        for shape in [sizes_of(asked.shape)[:3]] if asked.shape else SHAPES:
-            for dtype in [asked.dtype] if asked.dtype else ["float64", "float32"]:
-                rows.append(product_row(scalapack, shape, dtype, asked.rounds))
+        rows += [product_row(scalapack, shape, dtype, asked.rounds) for shape in shapes for dtype in dtypes]
     if comm.rank == 0:
-        report(asked, (f"{comm.size} ranks, process grid {process_grid(comm.size)}, blocks of {BLOCK}", rows))
+        report(asked, (title, rows))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ int pmm3d_matmul(char transa, char transb, const void *alpha, int a, int b, cons
 
 /* Limit the work memory of later products of a grid (pmm3d_matmul) or of a context (pmm3d_pgemm) to a number of bytes
    per rank; 0, the default: no limit. A product is cut into panels along k until it fits, or else returns
-   PMM3D_ERROR_MEMORY. The limit does not count A, B and C, nor their copies that pmm3d_pgemm makes on the grid of the
+   PMM3D_ERROR_MEMORY. The limit does not count A, B and C, nor the copies of them that pmm3d_pgemm makes for a
    product. Not collective, but the same on all ranks. A plan keeps the limit with which it was made. */
 int pmm3d_max_workspace(int object, int64_t bytes);
 

@@ -207,14 +207,6 @@ class Split:
             ]
         return iter([run for each in parts for run in self._clipped(*each, low, high)])
 
-    def before(self, part: int) -> int:
-        """Number of indices of a part in the dim before this window."""
-        return sum([run.local for run in self.runs(part)])
-
-    def extent(self, part: int) -> int:
-        """Number of indices of a part in the dim from its start to the end of this window."""
-        return sum([run.local + run.stop - run.start for run in self.runs(part)])
-
     def _clipped(self, part: int, start: int, stop: int, low: int, high: int) -> list[Run]:
         """Return the run in low:high of the window, if it is not empty. start and stop are indices of the whole dim."""
         first, last = max(low, start - self.offset), min(high, stop - self.offset)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import LayoutError
 from .cuts import matrix_shape, naturals
-from .distribution import Cyclic, Intervals, Split, Tile, check_window
+from .distribution import Cyclic, Intervals, Tile, check_window
 
 
 @dataclass(frozen=True)
@@ -161,58 +161,49 @@ class BlockCyclic:
 
 @dataclass(frozen=True)
 class Lines:
-    """A matrix whose rows or columns are distributed as the rows or the columns of a block-cyclic one.
+    """A block-cyclic matrix of which each process stores whole rows or columns: an array for each part of the others.
 
-    like     the block-cyclic matrix
-    of       dim of `like`: 0 for its rows, 1 for its columns. Processes along the other dim are replicas
-    dim      dim of this matrix that is distributed: 0 or 1
-    others   division of the other dim. A rank has an array for each of its parts, in Fortran order
+    matrix   the block-cyclic matrix
+    of       dim of the process grid that divides them. Processes along the other dim are replicas
+    dim      0: rows are divided, as in the matrix. 1: columns
 
-        >>> columns = Lines(BlockCyclic((10, 6), (2, 3), (2, 2)), 1, 1, Split(4))
-        >>> columns.shape, columns.owners_of(Tile(0, 1)), columns.local_shapes(3), columns.most()
-        ((4, 6), (1, 3), [(4, 3)], (12, 4, 3))
+        >>> rows = Lines(BlockCyclic((10, 6), (2, 3), (2, 2)), 0, 0)
+        >>> rows.owners_of(Tile(1, 0)), rows.tiles(3), rows.local_shapes(3), rows.most()
+        ((2, 3), [Tile(row=1, col=0), Tile(row=1, col=1)], [(4, 3), (4, 3)], (36, 6, 6))
     """
 
-    like: BlockCyclic
+    matrix: BlockCyclic
     of: int
     dim: int
-    others: Cyclic | Split
     order = "F"
     exact = False
 
-    @cached_property
-    def _divided(self) -> tuple[Cyclic | Split, Cyclic | Split]:
-        """The divisions of the rows and of the columns."""
-        lines = near_start((self.like.rows, self.like.cols)[self.of])
-        return (self.others, lines) if self.dim else (lines, self.others)
-
-    @property
-    def rows(self) -> Cyclic | Split:
-        return self._divided[0]
-
-    @property
-    def cols(self) -> Cyclic | Split:
-        return self._divided[1]
-
     @property
     def shape(self) -> tuple[int, int]:
-        """Number of rows and of columns of the matrix."""
-        return self.rows.size, self.cols.size
+        return self.matrix.shape
+
+    @cached_property
+    def rows(self) -> Cyclic:
+        return _near_start(self.matrix.rows)
+
+    @cached_property
+    def cols(self) -> Cyclic:
+        return _near_start(self.matrix.cols)
 
     def most(self) -> tuple[int, int, int]:
-        extents = [[one.extent(part) for part in range(one.parts)] for one in self._divided]
-        most = [sum(extents[dim]) if dim != self.dim else max(extents[dim]) for dim in (0, 1)]
-        return most[0] * most[1], most[0], most[1]
+        rows, cols = ([one.extent(part) for part in range(one.parts)] for one in (self.rows, self.cols))
+        height, width = (sum(rows), max(cols)) if self.dim else (max(rows), sum(cols))
+        return height * width, height, width
 
     def tiles(self, rank: int) -> Sequence[Tile]:
-        parts = [tile[self.of] for tile in self.like.tiles(rank)]
-        others = range(self.others.parts)
+        parts = [tile[self.of] for tile in self.matrix.tiles(rank)]
+        others = range((self.cols, self.rows)[self.dim].parts)
         return [Tile(other, part) if self.dim else Tile(part, other) for part in parts for other in others]
 
     def owners_of(self, tile: Tile) -> Sequence[int]:
-        part, replicas = tile[self.dim], range(self.like.process_grid[1 - self.of])
+        part, replicas = tile[self.dim], range(self.matrix.process_grid[1 - self.of])
         tiles = [Tile(other, part) if self.of else Tile(part, other) for other in replicas]
-        return tuple([self.like.owners_of(each)[0] for each in tiles])
+        return tuple([self.matrix.owners_of(each)[0] for each in tiles])
 
     def sender_for(self, tile: Tile, reader: int) -> int:
         owners = self.owners_of(tile)
@@ -222,10 +213,10 @@ class Lines:
         return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
 
     def check_ranks(self, size: int) -> None:
-        self.like.check_ranks(size)
+        self.matrix.check_ranks(size)
 
 
-def near_start(lines: Cyclic) -> Cyclic:
+def _near_start(lines: Cyclic) -> Cyclic:
     """Return the same division with the least offset, so that arrays begin at most a block before the window."""
     return replace(lines, offset=lines.offset % (lines.block * lines.parts))
 

@@ -10,6 +10,7 @@ from ..layout import LOW_PRECISION, GridShape, itemsize
 from .machines import Group
 from .machines.laws import counted
 from .planning import AUTO
+from .product_actions import multiplied_in
 from .product_costs import Product, ProductCosts, Sizes3
 
 ALL_SHAPES = 128
@@ -72,7 +73,7 @@ class Estimate:
         side = max(1, round((m * n * k / costs.ranks) ** (1 / 3)))
         self._points = max(1, self._size * side * side // 4), max(1, self._size * side * side * 4)
         block = min(m, side), min(n, side), min(k, side)
-        dtype = "float32" if costs.dtype == "float16" else costs.dtype
+        dtype = multiplied_in(costs.dtype)
         self._rate = costs.machine.gemm_seconds(*block, dtype) / max(1, block[0] * block[1] * block[2])
         self._message = 2 * costs.machine.overhead + costs.machine.gemm_seconds(1, 1, 1, dtype)
         self._lines: dict[tuple[str, int, int], tuple[float, float, float, int]] = {}

@@ -137,12 +137,14 @@ class ProductPlan:
     @cached_property
     def fullest(self) -> list[RankPlan]:
         """Ranks that include the rank with the most memory, and the one that receives most: the first rank if all ranks
-        have parts of the same sizes. Otherwise the corners of the grid, because parts differ by one element."""
+        have parts of the same sizes. Otherwise the corners of the grid, because parts differ by one element, and along
+        the axis of k also the first rank with a smaller part, whose panels may be larger."""
         first, last = self.first, self.on_rank(Coords(*(size - 1 for size in self.grid[:3])))
         if first.sizes == last.sizes:
             return [first]
-        edges = [sorted({0, size - 1}) for size in self.grid[:3]]
-        return [self.on_rank(Coords(*corner)) for corner in product(*edges)]
+        edges, k_axis = [{0, size - 1} for size in self.grid[:3]], self.axis_roles[1]
+        edges["xyz".index(k_axis)].add(self.k % getattr(self.grid, k_axis))
+        return [self.on_rank(Coords(*corner)) for corner in product(*map(sorted, edges))]
 
     @property
     def _holding(self) -> list[RankPlan]:

@@ -104,11 +104,17 @@ class _Actions:
         """Add a GEMM. On the host, float16 is copied to float32 and multiplied in float32."""
         if not m * n * k:
             return
-        if dtype != "float16":
-            self.actions.append(Action("gemm", m, n, k, dtype, form="nn"))
+        gemm = Action("gemm", m, n, k, multiplied_in(dtype), form="nn")
+        if gemm.dtype == dtype:
+            self.actions.append(gemm)
             return
         widened, rounded = (Action("pass", operation="copy", nbytes=6 * elements) for elements in ((m + n) * k, m * n))
-        self.actions += [widened, Action("gemm", m, n, k, "float32", form="nn"), rounded]
+        self.actions += [widened, gemm, rounded]
+
+
+def multiplied_in(dtype: str) -> str:
+    """Type in which a GEMM on the host multiplies."""
+    return "float32" if dtype == "float16" else dtype
 
 
 class _Messages:

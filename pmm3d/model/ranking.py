@@ -17,6 +17,7 @@ from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shape
 from .machines import Machine, flop_of
 from .plan import ProductPlan
 from .planning import AUTO
+from .product_actions import multiplied_in
 from .product_costs import Product, ProductCosts, Sizes3, Timed
 
 __all__ = [
@@ -256,9 +257,9 @@ def _slower(busy: int, machine: Machine, cores: int) -> float:
 
 def _gemm_on_cores(product: Product, ranks: int, dtype: str, machine: Machine, cores: int) -> float:
     """Return the shortest GEMM, a lower bound of `seconds_on_cores` of the grids of these ranks on one node."""
-    (m, n, k), computed_in = product, "float32" if dtype == "float16" else dtype
+    m, n, k = product
     blocks = [(-(-m // z), -(-n // x), -(-k // y)) for x, y, z in shapes_of(ranks)]
-    shortest = min([machine.gemm_seconds(*block, computed_in) if all(block) else 0.0 for block in blocks])
+    shortest = min([machine.gemm_seconds(*block, multiplied_in(dtype)) if all(block) else 0.0 for block in blocks])
     return ROUNDED_DOWN * _slower(ranks, machine, cores) * shortest
 
 

@@ -136,7 +136,7 @@ class BlacsContext:
         self._plan_work: OrderedDict[Any, int] = OrderedDict()
         self._memory: dict[str, WorkMemory] = {}
         self._under_way = list[Any]()
-        self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...]]] = {}
+        self._choices: dict[Hashable, tuple[GridShape, tuple[int, ...] | None]] = {}
         self._grids: dict[tuple[GridShape, tuple[int, ...]], Grid] = {}
         self._at_close = [self._give_back]
         self.grid._at_close(partial(_once, self._at_close))
@@ -270,30 +270,34 @@ class BlacsContext:
             total -= freed
             oldest._close_product()
 
-    def _product_grid(
-        self,
-        kind: Hashable,
-        product: tuple[int, int, int],
-        dtype: str,
-        moves: Callable[[GridShape], Sequence[tuple[Tiled, Placement]]],
-    ) -> tuple[Grid, tuple[int, ...]]:
-        """Return the fastest grid for a product, and the rank in this context of each of its ranks. Collective.
+    def _product_shape(self, kind: Hashable, product: tuple[int, int, int], dtype: str) -> GridShape:
+        """Return the shape of the fastest grid for a product.
 
-        kind    properties that products with the same grid have in common. The context caches the choice, and the grid
-        moves   moves(shape) lists the (source, target) layouts of the moves for a grid shape
+        kind   properties that products with the same grid have in common. The context caches the choice
         """
         if kind not in self._choices:
-            shape = self.grid.shape_for(product, dtype)
-            ranks = _least_moved(self.grid, moves(shape)) if self.relabel else tuple(range(self.grid.size))
-            if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
-                ranks = next((known for of, known in self._grids if of == shape), ranks)
             if len(self._choices) >= CACHED_PLANS:
                 self._choices.clear()
+            self._choices[kind] = self.grid.shape_for(product, dtype), None
+        return self._choices[kind][0]
+
+    def _product_grid(
+        self, kind: Hashable, moves: Callable[[], Sequence[tuple[Tiled, Placement]]]
+    ) -> tuple[Grid, tuple[int, ...]]:
+        """Return the grid of the shape that `_product_shape` chose last for this kind, and the rank in this context of
+        each of its ranks. The context caches both. Collective.
+
+        moves   lists the (source, target) layouts of the moves to and from a grid of this shape
+        """
+        shape, ranks = self._choices[kind]
+        if ranks is None:
+            ranks = _least_moved(self.grid, moves()) if self.relabel else tuple(range(self.grid.size))
+            if (shape, ranks) not in self._grids and len(self._grids) >= MOST_GRIDS:
+                ranks = next((known for of, known in self._grids if of == shape), ranks)
             self._choices[kind] = shape, ranks
-        shape, ranks = chosen = self._choices[kind]
-        if chosen not in self._grids:
-            self._grids[chosen] = self._make_grid(shape, ranks)
-        return self._grids[chosen], ranks
+        if (shape, ranks) not in self._grids:
+            self._grids[shape, ranks] = self._make_grid(shape, ranks)
+        return self._grids[shape, ranks], ranks
 
     def _make_grid(self, shape: GridShape, ranks: tuple[int, ...]) -> Grid:
         base = self.grid

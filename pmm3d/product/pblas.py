@@ -9,12 +9,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..arrays import Array, Slab, library_of
+from ..arrays import Array, NumpyLibrary, Slab, library_of
 from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, aligned, itemsize, natural
-from ..layout.distribution import Split
-from ..layout.foreign import Lines, near_start, stored_in
+from ..layout.distribution import Cyclic
+from ..layout.foreign import Lines, stored_in
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
@@ -25,8 +25,8 @@ from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
-SEGMENT = 64
-"""Least k for each part of k that has a GEMM of its own."""
+SEGMENT = 16
+"""C stays if the largest part of k, which has a GEMM of its own, is at least this long, or is all of k."""
 UNEVEN = 1.1
 """Largest ratio of the GEMM of the largest part of C to that of a rank of the product's grid at which C stays."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
@@ -99,10 +99,12 @@ def pgemm(
 
     Notes
     -----
-    Collective over the context. Each process receives the rows of op(A) and the columns of op(B) that its part of C
-    needs. If that is more than the fastest grid of a 3D product moves, if C is divided unevenly, or with
-    `max_workspace`, A and B are redistributed to that grid and multiplied there, and C is sent back. Each rank
-    receives, once, the elements that it needs and does not store.
+    Collective over the context. If m, n and k are each divided alike in the two matrices that they belong to, each
+    process receives the rows of op(A) and the columns of op(B) that its part of C needs. Examples are matrices with the
+    same square blocks on a square process grid, all beginning on process (0, 0). Otherwise, if that is more than the
+    fastest grid of a 3D product moves, if C is divided unevenly, or with `max_workspace`, A and B are redistributed to
+    that grid and multiplied there, and C is sent back. Each rank receives, once, the elements that it needs and does
+    not store.
 
     The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
     All products use the same memory for the parts of A and B, and for C on a grid. The memory is as large as the
@@ -167,36 +169,44 @@ class Form(NamedTuple):
 
     @property
     def lines(self) -> tuple[Lines, Lines]:
-        """Rows of op(A) as those of C, and columns of op(B) as those of C: each process has what its part of C needs.
-
-        If k is divided alike in A and B, each process has an array for each part. It then receives the arrays of other
-        processes as they are stored.
-        """
-        a, b, c = self.parts
+        """A and B if C stays: each process has the rows of op(A) and the columns of op(B) that its part of C needs."""
         by_rows, by_cols = self.operations[0] == "N", self.operations[1] == "N"
-        of_a, of_b = a.cols if by_rows else a.rows, b.rows if by_cols else b.cols
-        alike = of_a.alike(of_b) and self.sizes[2] >= SEGMENT * of_a.parts
-        k = near_start(of_a) if alike else Split(self.sizes[2])
-        return Lines(c, 0, 0 if by_rows else 1, k), Lines(c, 1, 1 if by_cols else 0, k)
+        return Lines(self.parts[0], 0, 0 if by_rows else 1), Lines(self.parts[1], 1, 1 if by_cols else 0)
 
-    def keeps_c(self, grid: GridShape) -> bool:
+    @property
+    def _divided(self) -> tuple[tuple[Cyclic, Cyclic], ...]:
+        """Rows and columns of op(A), of op(B) and of C."""
+        of_each = zip(self.parts, (*self.operations, "N"))
+        return tuple((part.rows, part.cols) if of == "N" else (part.cols, part.rows) for part, of in of_each)
+
+    @property
+    def alike(self) -> bool:
+        """Whether m, n and k are each divided alike. Processes then receive whole arrays of other processes."""
+        (of_m, of_k), (k, of_n), (m, n) = self._divided
+        return of_m.alike(m) and of_n.alike(n) and of_k.alike(k)
+
+    def keeps_c(self, shape: GridShape) -> bool:
         """Return whether each process multiplies its own part of C, and C is not moved.
 
-        `grid` is the grid of the product, to which A and B and from which C would be moved otherwise. C is kept if its
-        processes then receive at most as many elements, and if none has a much larger part of C than a rank of the
-        grid. Products that are faster on fewer ranks, and those whose work memory is limited, use the grid.
+        `shape` is that of the grid to which A and B and from which C would be moved otherwise. C is kept if m, n and k
+        are divided alike, no process receives more elements than a rank of the grid that stored none of its elements,
+        and none has a much larger part of C. Products that are faster on fewer ranks, those of many short parts of k,
+        and those whose work memory is limited, use the grid.
         """
-        (m, n, k), (x, y, z), (rows, cols) = self.sizes, grid[:3], self.parts[2].process_grid
+        (m, n, k), (x, y, z), (rows, cols) = self.sizes, shape[:3], self.parts[2].process_grid
         _, height, width = self.parts[2].most()
-        received = height * k * (1 - 1 / cols) + k * width * (1 - 1 / rows)
-        moved = (m * k + k * n + m * n) / grid.size
+        stored = [1 / size if of == "N" else size == 1 for of, size in zip(self.operations, (cols, rows))]
+        received = height * k * (1 - stored[0]) + k * width * (1 - stored[1])
+        moved = (m * k + k * n + m * n) / shape.size
         of_m, of_n, of_k = -(-m // x), -(-n // z), -(-k // y)  # C is computed as its transpose
         gathered = of_m * of_k * (1 - 1 / z) + of_k * of_n * (1 - 1 / x) + of_m * of_n * (1 - 1 / y)
         return (
             self.max_workspace is None
-            and grid.size >= rows * cols
+            and shape.size >= rows * cols
             and height * width * k <= UNEVEN * of_m * of_n * of_k
             and received <= moved + gathered
+            and self.alike
+            and self._divided[1][0].spacing.most >= min(k, SEGMENT)
         )
 
 
@@ -211,7 +221,7 @@ class Call(NamedTuple):
 
 
 class PgemmPlan:
-    """`pgemm`, repeated for matrices of the same layouts: the grid and the messages are prepared once.
+    """`pgemm`, repeated for matrices of the same layouts: the messages, and the grid if C is moved, are prepared once.
 
     Parameters
     ----------
@@ -227,7 +237,7 @@ class PgemmPlan:
     Attributes
     ----------
     grid : Grid
-        Grid of the product: it contains the shape and the ledger.
+        Grid of the product: it contains the shape and the ledger. If C is not moved, the grid of the context.
     closed : bool
         Whether the plan is closed.
     nbytes : int
@@ -306,15 +316,17 @@ class PgemmPlan:
         self._memory: Array | None = None
         (m, n, k), dtype = form.sizes, form.dtype
         self._multiplies = min(m, n, k) > 0
-        placed = partial(_placed, form.parts, form.operations)
-        to_grid = lambda shape: [*zip(form.parts, placed(shape))]
-        self.grid, ranks = context._product_grid(form.grid_kind, (n, m, k), dtype, to_grid)
-        self._lines = form.lines if form.keeps_c(self.grid.shape) else ()
-        self._on_grid = [] if self._lines else placed(self.grid.shape, ranks)
-        self._there: list[Tiled] = [*self._lines, *self._on_grid]
-        self._active = ranks[: self.grid.shape.size]
-        if self._lines:
+        shape = context._product_shape(form.grid_kind, (n, m, k), dtype)
+        self._lines: tuple[Lines, ...] = ()
+        self._on_grid: list[Placement] = []
+        if form.keeps_c(shape):
+            self.grid, self._lines = self._base, form.lines
             self._active = tuple([rank for rank in range(self._base.size) if form.parts[2].tiles(rank)])
+        else:
+            placed = partial(_placed, form.parts, form.operations, shape)
+            self.grid, ranks = context._product_grid(form.grid_kind, lambda: [*zip(form.parts, placed())])
+            self._on_grid, self._active = placed(ranks), ranks[: shape.size]
+        self._there: list[Tiled] = [*self._lines, *self._on_grid]
         self._coming = [TileMove(self._base, part, there, dtype) for part, there in zip(form.parts[:2], self._there)]
         self._back = [TileMove(self._base, there, form.parts[2], dtype) for there in self._there[2:]]
         moves = (*self._coming, *self._back)
@@ -330,7 +342,7 @@ class PgemmPlan:
         dtype, grid = self._form.dtype, self.grid
         if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._there]  # the same on all ranks
-            sizes += [aligned(1) * lines.others.parts for lines in self._lines]  # each part of k is an array
+            sizes += [aligned(1) * max(self._form.parts[0].process_grid)] * len(self._lines)  # an array for each part
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
             slab, rank = Slab(self._memory, self._library), self._base.rank
@@ -377,7 +389,7 @@ class PgemmPlan:
         self.start(a, b, c, alpha=alpha, beta=beta).wait()
 
     def start(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> PendingProduct[None]:
-        """Begin the product: send A and B to the grid of the product. Collective.
+        """Begin the product: send A and B to the processes that multiply them. Collective.
 
         Parameters
         ----------
@@ -387,7 +399,7 @@ class PgemmPlan:
         Returns
         -------
         PendingProduct
-            Its `wait()` multiplies, and sends C back; it is collective too.
+            Its `wait()` multiplies, and sends C back if it is on another grid; it is collective too.
 
         Raises
         ------
@@ -459,17 +471,16 @@ class PgemmPlan:
                 move.start(self._library, self._arrays[2], call.c, call.beta).wait()
 
     def _with_own(self, which: int, given: list[Array], of_c: list[Array]) -> list[Array]:
-        """Arrays of the parts of A (`which` 0) or B (1). The array that the caller passed replaces a part whose
-        elements all are in it, so that they are not copied, if BLAS can read it while C is written."""
+        """Arrays of the parts of A (`which` 0) or B (1). The array that the caller passed replaces its part, which is
+        then not copied, if BLAS can read it while C is written."""
         part, there, arrays, rank = self._form.parts[which], self._lines[which], self._arrays[which], self._base.rank
         tiles, library = there.tiles(rank), self._library
         for own, array in zip(part.tiles(rank), given):
-            if own in tiles and part.rows.alike(there.rows) and part.cols.alike(there.cols):
-                here, wanted = stored_in(part, own), stored_in(there, own)
-                by_columns = library.strides(array)[0] == library.strides(arrays[0])[0]
-                if by_columns and not any(library.share_memory(array[here], self._own_c(c)) for c in of_c):
-                    moved = tuple(slice(old.start - new.start, None) for old, new in zip(here, wanted))
-                    arrays = [array[moved] if tile == own else other for tile, other in zip(tiles, arrays)]
+            here, wanted = stored_in(part, own), stored_in(there, own)
+            shared = any(library.share_memory(array[here], self._own_c(c)) for c in of_c)
+            if own in tiles and _by_columns(library, array) and not shared:
+                moved = tuple(slice(old.start - new.start, None) for old, new in zip(here, wanted))
+                arrays = [array[moved] if tile == own else other for tile, other in zip(tiles, arrays)]
         return arrays
 
     def _own_c(self, c: Array) -> Array:
@@ -479,22 +490,22 @@ class PgemmPlan:
 
     def _multiply_into(self, c: Array, call: Call, arrays: list[list[Array]]) -> None:
         """Compute C = alpha op(A) op(B) + beta C of the elements of C that this rank stores."""
-        (of_a, of_b), library, beta = self._form.operations, self._library, call.beta
+        (of_a, of_b), library = self._form.operations, self._library
         factors = [
             [array[stored_in(lines, tile)] for array, tile in zip(own, lines.tiles(self._base.rank))]
             for own, lines in zip(arrays, self._lines)
         ]
         pairs = [(a if of_a == "N" else a.T, b if of_b == "N" else b.T) for a, b in zip(*factors)]
         used = [(a, b) for a, b in pairs if a.shape[1]][: 1 if call.alpha == 0 else None]
-        conjugated, into = (of_a == "C", of_b == "C"), c
+        conjugated = of_a == "C", of_b == "C"
+        by_rows = _by_columns(library, c.T) and not any(conjugated)  # BLAS conjugates only in the other order than C
+        into, beta = c, call.beta
+        if not by_rows and not _by_columns(library, c):
+            into, beta = library.empty(tuple(c.shape)[::-1], self._form.dtype).T, 0
         for a, b in used or pairs[:1]:
-            gemm = partial(library.gemm, a, b, alpha=call.alpha, work=self._base.workspace, conjugated=conjugated)
+            gemm = partial(library.gemm, a, b, into, call.alpha, beta, self._base.workspace, conjugated=conjugated)
             with self.grid.engine.guard:
-                try:
-                    run_gemm(self.grid, partial(gemm, into, beta=beta))
-                except ValueError:  # BLAS cannot write to this C: no dim has stride 1
-                    into = library.empty(tuple(c.shape)[::-1], self._form.dtype).T
-                    run_gemm(self.grid, partial(gemm, into, beta=0))
+                run_gemm(self.grid, gemm)
             beta = 1
         if into is not c:
             c[...] = into if call.beta == 0 else into + call.beta * c
@@ -565,6 +576,12 @@ def _call(
         check_leading("pgemm", name, arrays[-1], descriptor)
     a, b, c = arrays
     return Call(a, b, c, scalar("alpha", alpha, form.dtype), scalar("beta", beta, form.dtype))
+
+
+def _by_columns(library: NumpyLibrary, array: Array) -> bool:
+    """Whether the array is stored by columns, as BLAS reads and writes it."""
+    row_stride, col_stride = library.strides(array)
+    return row_stride == 1 and col_stride >= array.shape[0]
 
 
 def _placed(

@@ -13,7 +13,7 @@ from ..arrays import Array, NumpyLibrary, parallel_rows
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import one_thread, sum_gathered
 from ..errors import LayoutError
-from ..layout import Layout
+from ..layout import Layout, natural
 from .checks import check_alike, check_numbers, check_square, signature_of
 from .relayout import in_layout, relayout, summed
 from .stored import StoredMatrix, shards
@@ -30,7 +30,7 @@ LARGE, SMALL = 2.0**-538, 2.0**537
 
 
 class Reductions(StoredMatrix):
-    """Reductions of a matrix, with the same result on every rank. An element that several ranks store counts once."""
+    """Reductions of a matrix. An element that several ranks store counts once."""
 
     @overload
     def norm(self, dim: None = None) -> float: ...
@@ -126,11 +126,11 @@ class Reductions(StoredMatrix):
         library, wide = self.library, _wide(self.dtype)
         if dim is not None:
             with self.grid.collective_call("sum", self._signature, dim):
-                _check_dim("sum", self, dim)
+                dim = _checked_dim("sum", self, dim)
             sums = self._sums("sum", dim, lambda library, part: _cast(library, part, wide), wide)
             if self.conjugated:
                 library.conjugate_in_place(sums.memory)
-            return type(self)(self.grid, library.astype(sums.memory, self.dtype), sums.shape, sums.layout)
+            return type(self)(self.grid, _cast(library, sums.memory, self.dtype), sums.shape, sums.layout)
 
         def own(a: StoredMatrix, _: StoredMatrix) -> complex:
             parts = _over_rows(library, lambda part: _cast(library, part, wide).sum(), library.as_input(a._stored))
@@ -251,7 +251,7 @@ class Reductions(StoredMatrix):
     def _norms(self, dim: int) -> Self:
         """2-norms of the columns (dim 0) or of the rows (dim 1). Collective."""
         with self.grid.collective_call("norm", self._signature, dim):
-            _check_dim("norm", self, dim)
+            dim = _checked_dim("norm", self, dim)
         a, library = summed(self), self.library
         squares = a._sums("norm", dim, _square, "float64")
         norms = library.xp.sqrt(squares.memory)
@@ -261,7 +261,7 @@ class Reductions(StoredMatrix):
             if (factors != 1).any():  # on all ranks that share these sums
                 scale = library.from_numpy(factors, "float64")
                 norms = library.xp.sqrt(a._sums("norm", dim, _square, "float64", scale).memory) / scale
-        return type(self)(self.grid, library.astype(norms, _real(self.dtype)), squares.shape, squares.layout)
+        return type(self)(self.grid, _cast(library, norms, _real(self.dtype)), squares.shape, squares.layout)
 
     def _sums(self, what: str, dim: int, term: Callable[..., Array], dtype: str, *factors: Array) -> Self:
         """Sums of term(library, elements, *factors) over the rows (dim 0) or the columns (dim 1), in the layout of the
@@ -362,10 +362,9 @@ def _counts(matrix: StoredMatrix) -> bool:
     return grid.coords is not None and matrix.layout.on(grid.shape).is_first(grid.coords)
 
 
-def _check_dim(what: str, matrix: StoredMatrix, dim: object) -> None:
+def _checked_dim(what: str, matrix: StoredMatrix, dim: object) -> int:
     check_numbers(what, matrix)
-    if dim not in (0, 1):
-        raise LayoutError(f"{what}: dim is 0, over the rows, or 1, over the columns; got {dim!r}")
+    return natural(dim, f"{what}: dim is 0, over the rows, or 1, over the columns", 0, LayoutError, most=1)
 
 
 def _square(library: NumpyLibrary, part: Array, factor: Array = None) -> Array:

@@ -12,8 +12,8 @@ from loops import looped
 
 from pmm3d import LayoutError, MemoryLimitError
 from pmm3d.layout import FIRST, GridShape, Layout, offsets
-from pmm3d.model import ranking
-from pmm3d.model.plan import ROLES, Operand, ProductPlan
+from pmm3d.model import planning, ranking
+from pmm3d.model.plan import ROLES, Operand, ProductPlan, native
 from pmm3d.model.planning import plan_product
 
 DIMS = list(combinations((0, 1, -1), (0, 1, -1), (0, -1)))
@@ -75,6 +75,20 @@ def test_what_is_sent_arrives_and_the_fullest_ranks_are_at_the_corners(plan):
         sent = [rank.bytes_sent[axis] for rank in ranks]
         assert sum(sent) == sum(rank.bytes_received[axis] for rank in ranks)
         assert max(sent) == max(rank.bytes_sent[axis] for rank in plan.fullest)
+
+
+def test_a_smaller_part_of_k_may_have_the_largest_panels():
+    plan = ProductPlan(375, 249, 251, "float16", GridShape(4, 5, 2), a=1, panels=8)
+    assert plan.workspace == max(plan.on_rank(coords).workspace for coords in ranks_of(plan)) == 155_968
+
+
+def test_the_layouts_that_a_product_takes_in_place_are_the_native_ones():
+    operands = [(roles, dim) for roles in ROLES for dim in (-1, 0, 1)]
+    for grid in (GridShape(*shape) for shape in combinations((1, 2), repeat=3)):
+        for layout in [native(*roles, dim) for roles, dim in operands]:
+            for roles in ROLES:
+                same = [dim for dim in (-1, 1, 0) if native(*roles, dim).on(grid) == layout.on(grid)]
+                assert planning._sharded_dim(layout, grid, *roles) == next(iter(same), None)
 
 
 PURE = """

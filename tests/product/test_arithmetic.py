@@ -447,6 +447,8 @@ def test_what_sums_and_multiples_refuse(some_grid, all_fail):
         (LayoutError, "trace: the matrix is 6 x 5", a.trace),
         (LayoutError, "sum: dim is 0, over the rows, or 1, over the columns; got 2", lambda: a.sum(2)),
         (LayoutError, "norm: dim is 0, .* got -1", lambda: a.norm(-1)),
+        (LayoutError, "sum: dim is 0, .* got True", lambda: a.sum(True)),
+        (LayoutError, "norm: dim is 0, .* got 0.0", lambda: a.norm(0.0)),
         (LayoutError, r"a conjugated view \(.H\), which is not written to", lambda: view.scale(2)),
         (LayoutError, r"a conjugated view \(.H\), which is not written to", lambda: view.add(view)),
         (LayoutError, r"a conjugated view \(.H\), which is not written to", lambda: view.__iadd__(view)),

@@ -248,20 +248,20 @@ def calls_of(function):
 
 
 def test_a_product_of_a_new_size_takes_few_calls_of_python():
-    """A repeated product takes 433 calls on 2x2x1, one of a new size 622; on 2x2x2 537 and 727."""
+    """On Python 3.11 a repeated product takes 433 calls on 2x2x1, one of a new size 622; on 2x2x2 537 and 727."""
 
     def calls(n):
         a, b = DistMatrix.random(grid, (n, n + 1)), DistMatrix.random(grid, (n + 1, n + 2), layout=Layout.B)
         return calls_of(lambda: a @ b)
 
-    for shape, limit in ((2, 2, 1), 660), ((2, 2, 2), 770):
+    for shape, limit in ((2, 2, 1), 690), ((2, 2, 2), 800):
         with Grid.dry(shape) as grid:
             calls(64)
             assert max(calls(67), calls(81)) < limit
 
 
 def test_the_first_product_of_a_process_takes_few_calls_of_python():
-    """683 calls; it took 997."""
+    """683 calls on Python 3.11; it took 997."""
     program = """
 import sys
 from pmm3d import DistMatrix, Grid, Layout
@@ -271,14 +271,14 @@ with Grid.dry((2, 2, 1)) as grid:
     sys.setprofile(lambda frame, event, given: made.append(event == "call"))
     a @ b
     sys.setprofile(None)
-assert sum(made) < 700, sum(made)
+assert sum(made) < 750, sum(made)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parallel([4])
 def test_a_redistribution_of_a_new_size_takes_few_calls_of_python(comm):
-    """550 to 650 calls without those of waits, which depend on the other ranks; it took up to 780."""
+    """On Python 3.11 550 to 650 calls without those of waits, which depend on the other ranks; it took up to 780."""
 
     def calls(n, layout):
         cyclic = BlockCyclic((n, n), (4, 4), (2, 2))
@@ -297,4 +297,4 @@ def test_a_redistribution_of_a_new_size_takes_few_calls_of_python(comm):
         patch.setattr(grid.engine, "_wait", uncounted)
         for n in (60, 61, 67):
             for layout in Layout("z", "y"), Layout.A, Blocks.rows_of([n - 48, 16, 16, 16], n):
-                assert calls(n, layout) < 700
+                assert calls(n, layout) < 720
