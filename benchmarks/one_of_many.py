@@ -32,12 +32,12 @@ PANELS = 4
 class OneOfMany:
     """A communicator whose other ranks pass the same values as this one. Each node has NODE ranks.
 
-    calls      number of calls of each function of MPI
-    received   bytes from other ranks
-    retained   see OwnedComm
+    calls        number of calls of each function of MPI
+    received     bytes from other ranks
+    unfreeable   see OwnedComm
     """
 
-    retained = False
+    unfreeable = False
 
     def __init__(self, size: int, rank: int, calls: Counter[str] | None = None, dims: tuple[int, ...] = ()):
         self.size, self.rank, self.dims = size, rank, dims
@@ -100,13 +100,15 @@ class OneOfMany:
         self._count("Ibarrier", 0)
         return MPI.REQUEST_NULL
 
-    def Irecv(self, buffer: np.ndarray, source: int, tag: int) -> MPI.Request:
+    def Irecv(self, buffer: Any, source: int, tag: int) -> MPI.Request:
         self._recv_buffer = buffer
         return MPI.REQUEST_NULL
 
-    def Isend(self, buffer: np.ndarray, target: int, tag: int) -> MPI.Request:
-        self._count("Isend", buffer.nbytes)
-        self._recv_buffer[...] = buffer
+    def Isend(self, buffer: Any, target: int, tag: int) -> MPI.Request:
+        array, nbytes = buffer[:2] if isinstance(buffer, list) else (buffer, buffer.nbytes)
+        self._count("Isend", nbytes)
+        received = self._recv_buffer[0] if isinstance(self._recv_buffer, list) else self._recv_buffer
+        received[...] = array
         return MPI.REQUEST_NULL
 
     def Allreduce(self, in_place: Any, figures: np.ndarray, operation: MPI.Op) -> None:
