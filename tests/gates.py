@@ -1,6 +1,6 @@
 """Collectives that make progress only during a wait for them, as in a dry run."""
 
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from mpi4py import MPI
 
@@ -27,6 +27,11 @@ def move_what_is_waited_for(engine):
     """Let collectives make progress only during a wait for them, as in a dry run."""
     gates = WeakKeyDictionary()
 
+    class Gated(Pending):
+        def wait(self):
+            gates[self].open()
+            return super().wait()
+
     def held(gate, collective):
         while True:
             try:
@@ -42,8 +47,7 @@ def move_what_is_waited_for(engine):
 
     def wrap(pending, collective):
         gate = gates[pending] = Gate()
-        this = ref(pending)
-        pending.wait = lambda: (gate.open(), Pending.wait(this()))[1]
+        pending.__class__ = Gated
         return held(gate, collective)
 
     engine.wrap = wrap

@@ -168,7 +168,7 @@ def all_to_all(
     def rows_expected() -> int:
         if received is not None:
             return sum(received)
-        return sizes[link.rank] * link.size if out is None else out.shape[0]
+        return sizes[link.rank] * link.size if out is None or link.size == 1 else out.shape[0]
 
     def asked() -> Collective[list[int]]:
         """Generator: return the rows that each rank sends here, if the first round has no room for them."""

@@ -14,7 +14,12 @@ from samples import to_library
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, GridShape, Layout, LayoutError, matmul
 from pmm3d.layout import Coords
 
-LONGEST = {2: ((1, 1, 1), 1, {"seq": 2}), 4: ((1, 2, 1), 1, {"seq": 2}), 8: ((2, 1, 1), 2, {"seq": 2, "pipe": 1})}
+LONGEST = {
+    1: ((1, 1, 1), 1, {"seq": 1}),
+    2: ((1, 1, 1), 1, {"seq": 2}),
+    4: ((1, 2, 1), 1, {"seq": 2}),
+    8: ((2, 1, 1), 2, {"seq": 2, "pipe": 1}),
+}
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_inputs_of_any_dims_split_over_any_axis(grid, path):
             assert sorted(rows_of(x) + flat(epoch_of(loader))) == list(range(SAMPLES))
 
 
-@four
+@pytest.mark.parallel([4], thorough=[2])
 def test_each_stage_gets_all_batches_and_none_is_split_over_stages(comm, path, fails):
     with Grid(comm, "1x1x1", comm.size // 2, pipe=2) as grid, DataSet(grid, path) as data:
         loader = data.loader(8, micro_batches=2)

@@ -196,6 +196,7 @@ OF_AXES = [
 ]
 
 
+@pytest.mark.parallel([2])
 def test_a_grid_that_does_not_fit_names_some_that_do(comm, fails):
     text = fails(GridError, "needs 15 ranks, and there", lambda: Grid(comm, (3, 5, 1)))
     for named in text.partition("by modelled cost: ")[2].split(", "):

@@ -397,6 +397,7 @@ def test_bad_arguments_are_refused_on_every_rank(comm, fails, all_fail):
         fails(GridError, "this plan is closed: make another one, or use pgemm", lambda: plan(a, b, c))
 
 
+@pytest.mark.parallel([4], thorough=[2])
 def test_a_plan_as_a_context_manager_and_an_error_that_comes_again(comm, monkeypatch):
     with BlacsContext(comm, (1, comm.size)) as context:
         square, a, c = square_of(context)

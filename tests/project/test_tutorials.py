@@ -284,8 +284,3 @@ def test_the_how_to_on_grids(tmp_path, monkeypatch):
 
     page = steps("howto/choose-a-grid")
     follow(page, tmp_path, run)
-    for got, shown in zip(printed_here, [step.text for step in page if step.kind == "output"], strict=True):
-        for column in (r"^ \d+ +(\d+x\d+x\d+(?: \(.*?\))?)", r"^(Choice: .*?),"):
-            wanted, found = (re.findall(column, text, re.M) for text in (shown, got))
-            assert found[: len(wanted)] == wanted
-        assert re.search(column, shown, re.M) or shown.startswith("30000 x 30000 x 30000")
