@@ -284,3 +284,8 @@ def test_the_how_to_on_grids(tmp_path, monkeypatch):
 
     page = steps("howto/choose-a-grid")
     follow(page, tmp_path, run)
+    for got, shown in zip(printed_here, [step.text for step in page if step.kind == "output"], strict=True):
+        wanted, found = (
+            re.findall(r"^ \d+ +\d+x\d+x\d+(?: \(.*?\))?|^Choice: .*?,", each, re.M) for each in (shown, got)
+        )
+        assert wanted and {*wanted} <= {*found}
