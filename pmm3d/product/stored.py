@@ -184,7 +184,7 @@ class StoredMatrix(Uncompared):
         Examples
         --------
         >>> from pmm3d import DistMatrix, Grid, Layout
-        >>> with Grid(shape=(1, 1, 1)) as grid:
+        >>> with Grid(shape="fsdp") as grid:
         ...     a = DistMatrix.ones(grid, (2, 3), layout=Layout("z"))
         ...     c = a @ a.T
         ...     c.layout, c.layout == a.layout, c.has_layout(a.layout)

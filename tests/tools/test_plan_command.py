@@ -318,7 +318,7 @@ CUBE_64K = "product --m 65536 --n 65536 --k 65536".split()
     "arguments, owner, name, least, most",
     [
         pytest.param(GPT_96, DrySteps, "of", 20, 200, marks=pytest.mark.thorough("some dry runs")),
-        (CUBE_64K, ProductCosts, "priced", 50, 60),
+        (CUBE_64K, ProductCosts, "timed", 50, 60),
     ],
 )
 def test_of_32768_ranks_few_grids_are_priced(monkeypatch, arguments, owner, name, least, most):
