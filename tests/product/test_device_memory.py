@@ -394,7 +394,6 @@ def test_a_device_that_does_not_answer_is_told_by_all(comm, monkeypatch, all_fai
         )
 
 
-@pytest.mark.parallel([2])
 def test_ranks_that_crowd_on_a_device_are_refused_and_those_that_must_share_are_told(comm, monkeypatch, fails, caplog):
     call = lambda: DistMatrix.from_global(grid, to_library(np.ones((4, 4)), "standin"))
     monkeypatch.setattr(standin.cuda.runtime, "deviceGetPCIBusId", lambda number: f"0000:0{number}:00.0")
@@ -406,7 +405,6 @@ def test_ranks_that_crowd_on_a_device_are_refused_and_those_that_must_share_are_
     assert caplog.text.count("share 1 device of host") == (comm.rank == 0)
 
 
-@pytest.mark.parallel([2])
 def test_arrays_of_another_device_than_the_current_one_are_refused_by_all(comm, all_fail):
     """One rank has these arrays, as input or as `out`. The first agreement tells all ranks."""
     with Grid(comm, (comm.size, 1, 1)) as grid:
