@@ -31,6 +31,13 @@ def quiet(monkeypatch):
         monkeypatch.setattr(output, "QUIET_SECONDS", 1e6)
 
 
+@pytest.fixture(autouse=True)
+def first_device():
+    """Each test begins on the first device of the stand-in for cupy. `take_device` changes the device for good."""
+    if streams := sys.modules.get("standin_streams"):
+        streams.HERE.reset()
+
+
 def pytest_mpi_launcher():
     from launching import LAUNCHER
 

@@ -66,6 +66,10 @@ class Here(threading.local):
     """
 
     def __init__(self):
+        self.reset()
+
+    def reset(self) -> None:
+        """Make this thread's devices and streams those of a new thread."""
         self.device, self.streams, self.taken, self.context = 0, [Stream.null] * DEVICES, [], None
 
 

@@ -45,7 +45,7 @@ def assert_products_are_right(grid, library):
 
 def test_each_rank_of_a_node_takes_a_device_of_its_own(comm):
     """Two devices, which the ranks of a node take in turns."""
-    with Grid(comm) as grid, standin.Device():
+    with Grid(comm) as grid:
         assert grid.local_rank == comm.rank
         assert take_device("standin", grid.local_rank) == comm.rank % standin.DEVICES == standin.HERE.taken[-1]
         assert take_device("numpy", grid.local_rank) is take_device("torch", grid.local_rank) is None
