@@ -38,11 +38,26 @@ measure.core_rate = core_rate
 measure.SQUARE = 256
 """
 SMALL = ("bench", "--m", "16", "--n", "16", "--k", "16", "--repeat", "1")
+HELP = ("bench", "--help")
 SOON = (
     "from pmm3d.tools import output\nfrom pmm3d.tools.bench import measure\n"
     "output.QUIET_SECONDS, measure.SQUARE = 1e6, 256\n"
 )
 """Code that makes the measurement of a core's rate take less than a second, without lines of progress."""
+
+
+WITHOUT_PROGRESS = """
+import runpy
+from pmm3d.tools import cli
+prepare = cli.machine.set_blas_environment
+def prepare_and_be_quiet():
+    prepare()
+    from pmm3d.tools import output
+    output.QUIET_SECONDS = 1e6
+cli.machine.set_blas_environment = prepare_and_be_quiet
+runpy.run_module("pmm3d", run_name="__main__", alter_sys=True)
+"""
+"""As `python -m pmm3d`. On a loaded machine, a command would print lines of progress."""
 
 
 def command(*arguments):
@@ -52,9 +67,13 @@ def command(*arguments):
 @pytest.mark.parametrize(
     "cases",
     [
-        [(">&-", ("bench", "--help")), (">&- 2>&-", ("bench", "--help")), ("<&- >&- 2>&-", SMALL)],
+        [(">&-", command(*HELP)), (">&- 2>&-", command(*HELP)), ("<&- >&- 2>&-", command(*SMALL))],
         pytest.param(
-            [(">&- 2>&-", SMALL), (">&-", SMALL), ("<&- >&- 2>&-", ("bench", "--help"))],
+            [
+                (">&- 2>&-", command(*SMALL)),
+                (">&-", [sys.executable, "-c", WITHOUT_PROGRESS, *SMALL]),
+                ("<&- >&- 2>&-", command(*HELP)),
+            ],
             marks=pytest.mark.thorough("other streams of the same commands"),
         ),
     ],
@@ -62,13 +81,10 @@ def command(*arguments):
 )
 @pytest.mark.nightly("many commands")
 def test_closed_streams_are_no_error(cases):
-    for closed, arguments in cases:
-        with given(closed=closed, arguments=arguments):
+    for closed, words in cases:
+        with given(closed=closed, words=words):
             done = subprocess.run(
-                ["sh", "-c", f'exec "$@" {closed}', "sh", *command(*arguments)],
-                capture_output=True,
-                text=True,
-                timeout=120,
+                ["sh", "-c", f'exec "$@" {closed}', "sh", *words], capture_output=True, text=True, timeout=120
             )
             assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
