@@ -83,6 +83,13 @@ def _started() -> tuple[MPI.Intracomm, MPI.Intracomm]:
     return world, ending
 
 
+def without_mpi() -> None:
+    """Let this process import pmm3d without starting MPI."""
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+
+
 def one_process(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that runs on rank 0 only, without MPI. A Pmm3dError is one line of output and exit code 2."""
 
@@ -90,9 +97,7 @@ def one_process(command: Callable[..., None]) -> Callable[..., None]:
     def run(*arguments: Any, **options: Any) -> None:
         if task_rank(os.environ):
             return
-        import mpi4py
-
-        mpi4py.rc(initialize=False, finalize=False)
+        without_mpi()
         try:
             command(*arguments, **options)
         except Pmm3dError as error:

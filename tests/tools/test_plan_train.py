@@ -17,9 +17,11 @@ from pmm3d.model.machines import as_toml, load
 from pmm3d.model.simulation.noise import slowest
 from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.config import load as config_of
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.samples import SampleSizes
 from pmm3d.tools.plan.curves import AS_IT_IS, VARIANTS, best_grids, curves_of, print_curve, rank_counts
+from pmm3d.tools.plan.ranking import as_json
 from pmm3d.tools.plan.step import FirstRank, Training
 from pmm3d.tools.plan.trace import read_trace, write_trace
 
@@ -84,13 +86,17 @@ def test_the_configuration_is_planned_with_the_options(tmp_path, monkeypatch):
     assert "Choice: 1x1x1 (data 8) (ddp), 250 ms a step, 100 B on the fullest rank" in said
 
 
-def test_grids_with_all_axes_are_ranked_and_described(tmp_path):
-    """Also for --grid auto: with the axis pipe, for which no single rank is described, and with seq."""
+def test_grids_with_all_axes_are_ranked_and_described(tmp_path, monkeypatch):
+    """Also for --grid auto: with the axis pipe, for which no single rank is described, and with seq. Pipelines are
+    simulated by as many processes as there are cores, as by this one."""
+    monkeypatch.setattr("pmm3d.tools.plan.step.cores", lambda: {0, 1})
     path, figures = tmp_path / "x.toml", tmp_path / "x.json"
     path.write_text(CONFIG.format(batch=64, hidden="64, 64") + "[grid]\nmicro_batches = 4\nschedule = '1f1b'\n")
     said = planned(path, "--ranks", 2, *SAMPLES, "--machine", "nominal", "--grid", "auto", "--json", figures)
     written = json.loads(figures.read_text())
     assert written["grids"][0]["grid"]["pipe"] == 2 and "first_rank" not in written
+    here = Training.of(config_of(path), load("nominal"), samples=SampleSizes(64, 32)).ranking(2)
+    assert written["grids"] == json.loads(json.dumps(as_json(here)))
     assert "Choice: 1x1x1 (pipe 2) 1f1b" in said and "messages of a pipeline's first rank are not listed" in said
     path.write_text(path.read_text() + "pipe = 2\n")
     assert "is a pipeline, and a single rank of it is not simulated" in refused(

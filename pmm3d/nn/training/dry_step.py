@@ -60,7 +60,7 @@ class DrySteps:
                    overlap.reshard_after_forward is left out; a run keeps a quarter of its free memory
     own            what network.build and optimizer.build give, if the files were run already
 
-    micro_batches   number of micro-batches of a step;   rows   of the largest micro-batch
+    micro_batches   number of micro-batches of a step;   rows   of the largest micro-batch;   own   as given, or loaded
 
     Raises Pmm3dError for a data file that does not exist, and for a user's file that does not run.
     """
@@ -83,7 +83,7 @@ class DrySteps:
         if own is None:
             with Grid.dry((1, 1, 1)) as alone:
                 own = Own.of(config, alone)
-        self._own = own
+        self.own = own
 
     def _with(self, **changes: Any) -> DrySteps:
         made = copy(self)
@@ -151,8 +151,8 @@ class DrySteps:
         parallel = Tape.of(stage).parallel
         parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.cached_bytes
         sizes = layer_sizes(config, samples.features, samples.outputs)
-        network, output = make_network(config, dry, sizes, self._own.network)
-        optimizer, batch = make_optimizer(config, network, self._own), self._batch(dry, output)
+        network, output = make_network(config, dry, sizes, self.own.network)
+        optimizer, batch = make_optimizer(config, network, self.own), self._batch(dry, output)
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         run = dry.dry_run
         assert run is not None
@@ -160,7 +160,7 @@ class DrySteps:
             each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch
         )
         weights = None if config.training.class_weights is None else [1.0] * samples.outputs
-        loss = loss_named(self._own.functions.loss if ":" in self.loss else self.loss, weights)
+        loss = loss_named(self.own.functions.loss if ":" in self.loss else self.loss, weights)
         clip = config.optimizer.clip or None
         for place, count in enumerate([micro_batches[0], *micro_batches]):
             run.actions, run.passes = [], []
@@ -198,10 +198,10 @@ class DrySteps:
         except Pmm3dError:
             raise
         except Exception as error:
-            if not self._own.names:
+            if not self.own.names:
                 raise
             raise Pmm3dError(
-                f"{self._own.names} does not run without data, as planning does: "
+                f"{self.own.names} does not run without data, as planning does: "
                 f"{type(error).__name__}: {error}. Name the grid"
             ) from error
 

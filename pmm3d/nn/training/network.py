@@ -182,6 +182,11 @@ class Own(NamedTuple):
         ]
         return " and ".join(f"{key} = {name}" for key, name in files if name)
 
+    @property
+    def is_named(self) -> bool:
+        """Whether there is any object of a user's file. Such objects cannot be sent to another process."""
+        return bool(self.names or self.functions.metrics)
+
 
 def _is_optimizer(candidate: Any) -> bool:
     return isinstance(candidate, type) and issubclass(candidate, optim.Optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -66,6 +67,7 @@ def rank_training(
     grids: Sequence[GridShape] = (),
     also: Sequence[GridShape] = (),
     tell: Tell = lambda *told: None,
+    pool: Executor | None = None,
 ) -> Ranking:
     """Rank grids of exactly that number of ranks by the simulated seconds of a step on the first rank, which has the
     largest part of everything. The step is a dry run of the code that trains.
@@ -85,6 +87,8 @@ def rank_training(
     grids        the only grids to simulate. Default: all
     also         grids to simulate besides the others
     tell         a function that is called with (number of grids done, number of grids, "grids")
+    pool         processes that simulate the grids; not for a configuration that names functions of the user's files,
+                 which cannot be sent to them. Default: this process
 
     A rough simulation (`ScaledStep`) selects the grids. `Ranking.unpriced` counts the other grids. A preset is
     preferred to a grid that is faster by 2% or less. Ties: less memory, then fewer ranks along x, y, z.
@@ -109,7 +113,7 @@ def rank_training(
     planner = _Planner(
         dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations, recompute
     )
-    return planner.ranking(top, actions, grids, also, tell)
+    return planner.ranking(top, actions, grids, also, tell, pool)
 
 
 def dry_steps(
@@ -218,8 +222,17 @@ class _Planner:
     def _alone(self) -> DrySteps:
         return self.steps.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("one", "rough")}
+
     def ranking(
-        self, top: int, actions: int, grids: Sequence[GridShape], also: Sequence[GridShape], tell: Tell
+        self,
+        top: int,
+        actions: int,
+        grids: Sequence[GridShape],
+        also: Sequence[GridShape],
+        tell: Tell,
+        pool: Executor | None,
     ) -> Ranking:
         possible = [*grids] or [*self._grids(self.ranks)]
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
@@ -234,10 +247,10 @@ class _Planner:
             order = [grid for grid in order if grid not in left_out]
             first = order[: max(top, actions // len(self.rough.step.actions))]
             chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
-        tried = list[Candidate]()
-        for number, grid in enumerate(chosen):
-            tell(number, len(chosen), "grids")
-            tried += self.tried(grid)
+        tried, variants = list[Candidate](), [(grid, each) for grid in chosen for each in self._activations(grid)]
+        for (grid, _), candidate in zip(variants, (pool.map if pool else map)(self.fitting, *zip(*variants))):
+            tried.append(candidate)
+            tell(chosen.index(grid), len(chosen), "grids")
         if all(each.why_not for each in tried):
             tried += [
                 each for grid in sorted(order, key=self._held)[:top] if grid not in chosen for each in self.tried(grid)
@@ -327,17 +340,23 @@ class _Planner:
                 refused = error
         raise refused
 
-    def tried(self, grid: GridShape) -> Iterator[Candidate]:
-        """Yield the grid with each value of network.activations that matters on it."""
+    def tried(self, grid: GridShape) -> list[Candidate]:
+        """Return the grid with each value of network.activations that matters on it."""
+        return [self.fitting(grid, activations) for activations in self._activations(grid)]
+
+    def _activations(self, grid: GridShape) -> Sequence[str]:
         split = self.activations if grid.x * grid.y > 1 else self.activations[:1]
-        for activations in split or [self.config.network.activations]:
-            chosen: dict[str, Any] = {"activations": activations} if len(self.activations) > 1 else {}
-            for recompute in self.recompute or [self.config.network.recompute]:
-                chosen |= {"recompute": recompute} if len(self.recompute) > 1 else {}
-                candidate = self._simulated(grid, {"activations": activations, "recompute": recompute})
-                if not candidate.why_not:
-                    break
-            yield replace(candidate, settings=chosen, preset=preset_of(grid, activations))
+        return split or [self.config.network.activations]
+
+    def fitting(self, grid: GridShape, activations: str) -> Candidate:
+        """Return the grid with these activations and the first value of network.recompute that fits, or the last."""
+        chosen: dict[str, Any] = {"activations": activations} if len(self.activations) > 1 else {}
+        for recompute in self.recompute or [self.config.network.recompute]:
+            chosen |= {"recompute": recompute} if len(self.recompute) > 1 else {}
+            candidate = self._simulated(grid, {"activations": activations, "recompute": recompute})
+            if not candidate.why_not:
+                break
+        return replace(candidate, settings=chosen, preset=preset_of(grid, activations))
 
     def _simulated(self, grid: GridShape, network: Mapping[str, Any]) -> Candidate:
         """Return the grid as a candidate, with these settings of the network."""

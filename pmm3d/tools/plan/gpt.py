@@ -119,9 +119,15 @@ def gpt_command(
         samples = SampleSizes(1, vocabulary, True)
         with bar("plan gpt") as told:
             training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
-            ranking = training.ranking(
-                ranks, top=max(top, TOP), activations=("replicated", "sharded"), recompute=("none", "full"), tell=told
-            )
+            with training.pool(ranks) as pool:
+                ranking = training.ranking(
+                    ranks,
+                    top=max(top, TOP),
+                    activations=("replicated", "sharded"),
+                    recompute=("none", "full"),
+                    tell=told,
+                    pool=pool,
+                )
         print_plan(chosen, ranking, top, "a step", memory=memory, wide=wide)
         tell(*training.in_words(ranking.candidates[0], tokens))
     write_plan(chosen, ranking, top, json, plot)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from multiprocessing import get_context
 from typing import Any, NamedTuple, cast
 
 from rich.markup import escape
@@ -23,9 +26,13 @@ from ...nn.training.config import Config
 from ...nn.training.planning import dry_steps, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
 from ...text import counted, in_bytes, in_time, milliseconds
+from ...thread_counts import cores
 from ..output import FigureTable
+from ..ranks import without_mpi
 from ..terminal import console
 
+PROCESSES = 8
+"""Largest number of processes that simulate pipelines. Each has 0.3 GB of memory and takes 2 s to start."""
 LARGEST = 10
 """Number of rows of the table of the longest actions."""
 
@@ -73,6 +80,21 @@ class Training:
             seqs=seqs_of(config, ranks),
             **options,
         )
+
+    @contextmanager
+    def pool(self, ranks: int) -> Iterator[Executor | None]:
+        """As a context: processes for `ranking`. None if they do not pay: on one core, and without pipelines, whose
+        grids take seconds each; and None for functions of the user's files."""
+        own = dry_steps(self.config, self.machine, self.limit, self.samples).own
+        processes = min(PROCESSES, len(cores()))
+        if processes == 1 or own.is_named or pipes_of(self.config, ranks) == [1]:
+            yield None
+            return
+        with ProcessPoolExecutor(processes, get_context("spawn"), without_mpi) as pool:
+            try:
+                yield pool
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def on(self, grid: GridShape, config: Config) -> Candidate:
         """Return the candidate of one grid, by `step_on`."""

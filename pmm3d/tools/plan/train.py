@@ -138,7 +138,10 @@ def train_command(
             loaded, chosen.machine, memory, _samples(loaded, features, outputs, classes, vocabulary), noise
         )
         named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
-        ranking = training.ranking(ranks, top=max(top, TOP), grids=[named] if named else [], tell=told)
+        with training.pool(ranks) as pool:
+            ranking = training.ranking(
+                ranks, top=max(top, TOP), grids=[named] if named else [], tell=told, pool=None if named else pool
+            )
         best = ranking.candidates[0]
         first = FirstRank.of(training, best.grid) if trace or (grid and best.grid.stages == 1) else None
     written: dict[str, Any] = {"grids": as_json(ranking)}

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from ...ranks import without_mpi
+
 SECONDS = 0.04
 """Duration of a measurement."""
 OPERANDS = dict[str, Any]()
@@ -27,9 +29,7 @@ def load(shapes: Mapping[str, Sequence[tuple[int, int, int]]]) -> dict[str, Any]
 
     Raises Pmm3dError, or MemoryError, if the BLAS cannot be used.
     """
-    import mpi4py
-
-    mpi4py.rc(initialize=False, finalize=False)
+    without_mpi()
     from ....arrays import NumpyLibrary
     from ....arrays.blas_choice import blas_here, chosen
     from ...timing import GemmOperands
