@@ -17,6 +17,7 @@ def block_bytes(
     *,
     outer: int = 1,
     inner: int = 1,
+    attention: int | None = None,
     element: int = 2,
     kv_heads: int | None = None,
     mlp: int | None = None,
@@ -30,7 +31,8 @@ def block_bytes(
     rows       tokens on the rank: s b, for b sequences of s tokens
     outer      ranks that split the inputs of attention, MLP and norms, and the dropout masks: 1 with Megatron's tensor
                parallelism, t with its sequence parallelism
-    inner      ranks that split the heads and the columns of the MLP: t
+    inner      ranks that split the heads, and the activations between the layers of the MLP: t
+    attention  ranks that split queries, keys, values and the result of attention. Default: inner
     element    bytes of an activation
     kv_heads   default: heads
     mlp        default: 4 hidden
@@ -38,6 +40,9 @@ def block_bytes(
     dropout    whether attention and MLP have dropout, whose mask has a byte for each element
     scores     keys of a query whose weights are stored, 5 bytes each with dropout: s in the paper. 0 for a kernel that
                stores the result and its log-sum-exp, as the kernel of `pmm3d.nn`
+
+    For a grid of `pmm3d.nn` with `Overlap(regather_inputs=True)`: outer is y and inner is x. With sharded activations,
+    both are x y. attention is x y if there are enough sequences for each rank along y, else x.
 
     With 2 bytes, dropout and inner = t: rows h (10 / outer + 24 / t + 5 a s / (h t)). Selective recomputation drops the
     last term. With scores = 0 this term is 4 bytes for each row and head.
@@ -51,9 +56,10 @@ def block_bytes(
     if recompute == "full":
         return element * rows * hidden / outer
     nbytes = rows * (4 * element + 2 * dropout) * hidden / outer
-    nbytes += rows * element * ((2 + 2 * groups) * hidden + 2 * columns) / inner
+    sharing = inner if attention is None else attention
+    nbytes += rows * element * ((2 + 2 * groups) * hidden / sharing + 2 * columns / inner)
     if recompute == "none":
-        nbytes += rows * heads * (scores * (2 * element + 1) if scores else LSE) / inner
+        nbytes += rows * heads * (scores * (2 * element + 1) if scores else LSE) / sharing
     return nbytes
 
 

@@ -90,9 +90,9 @@ def linear(
     else:
         check_tf32(tf32, x, "linear")
     _check(x, weight, bias)
-    unit, kind = x.layout.units[0], (x.layout, weight.layout, isinstance(weight, Parameter), activations)
+    kind = x.layout, weight.layout, isinstance(weight, Parameter), activations
     layouts = _layouts_of(*kind)
-    if activations == "sharded" and isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along(layouts.out.rows):
+    if activations == "sharded" and cuts_inside(x, layouts.out.rows):
         layouts = _layouts_of(*kind, inside=True)
     x = relayout(x, layouts.came)
     if not layouts.gathers:
@@ -289,6 +289,13 @@ class _Schedule(NamedTuple):
             layouts.of_bias, (1, n), lambda out, beta, _: column_sums(spec, coming.wait(), out, beta), "reduce dW"
         )
         return [of_input, of_weight, of_bias]
+
+
+def cuts_inside(x: Tensor, rows: tuple[str, ...]) -> bool:
+    """Whether the last of these axes cuts inside the units of rows of x, because all axes together have more ranks than
+    there are units. An axis of one rank does not cut. Raises LayoutError for ragged rows."""
+    unit, shape = x.layout.units[0], x.grid.shape
+    return isinstance(unit, int) and x.shape[0] // unit < shape.along(rows) and getattr(shape, rows[-1]) > 1
 
 
 def weight_layout(k: str, units: Units = SINGLE) -> Layout:

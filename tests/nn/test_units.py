@@ -24,8 +24,9 @@ from pmm3d.layout import Layout, batch_layout
 pytestmark = [pytest.mark.parallel([4], thorough=[1, 2, 8]), pytest.mark.deadline(240)]
 
 HEADS, SIZE, INPUTS, OUTPUTS, SEQUENCES, LENGTH = 5, 2, 7, 3, 5, 3
-FUSED, ROWS, STEPS = 3 * SIZE, SEQUENCES * LENGTH, 2
+FUSED, STEPS = 3 * SIZE, 2
 UNITS = Layout(("data", "z"), "y", units=(LENGTH, 1))
+SHARDED = {"activations": "sharded"}
 
 
 class Heads(nn.Module):
@@ -48,16 +49,17 @@ class Heads(nn.Module):
         return out
 
 
-def batch(step):
-    return (np.random.default_rng([step, columns]).standard_normal((ROWS, columns)) for columns in (INPUTS, OUTPUTS))
+def batch(step, sequences=SEQUENCES):
+    random = (np.random.default_rng([step, columns]) for columns in (INPUTS, OUTPUTS))
+    return (each.standard_normal((sequences * LENGTH, columns)) for each, columns in zip(random, (INPUTS, OUTPUTS)))
 
 
-def trained(grid, **options):
+def trained(grid, sequences, **options):
     """(network, losses) of some steps, with a state that is split over data."""
     net, losses = Heads(grid, **options), []
     optimizer = adamw(net.parameters(), shard_over_data=True)
     for step in range(STEPS):
-        x, y = (spread(grid, each, UNITS) for each in batch(step))
+        x, y = (spread(grid, each, UNITS) for each in batch(step, sequences))
         loss = nn.mse(net(x), y)
         loss.backward()
         optimizer.step()
@@ -65,21 +67,31 @@ def trained(grid, **options):
     return net, losses
 
 
-@looped("options", [{}, {"activations": "sharded"}])
+@looped("sequences, options", [(SEQUENCES, {}), (SEQUENCES, SHARDED), (3, SHARDED)])
 @over_grids(MANY_GRIDS)
-def test_a_ragged_number_of_heads_gives_what_one_rank_does(grid, options):
-    """Every rank has whole heads of whole sequences."""
+def test_a_ragged_number_of_heads_gives_what_one_rank_does(grid, sequences, options):
+    """Every rank has whole heads of whole sequences. With fewer sequences than ranks, sharded activations cut inside
+    the sequences of data and z, and each rank has rows while there are enough."""
     with alone() as single:
-        expected, costs = trained(single)
+        expected, costs = trained(single, sequences)
         weights = weights_of(expected)
-    net, losses = trained(grid, **options)
+    net, losses = trained(grid, sequences, **options)
     assert np.abs(np.subtract(losses, costs)).max() < 1e-12 and largest_difference(weights_of(net), weights) < 1e-12
     assert_replicas_agree(grid, {name: each.value for name, each in net.named_parameters().items()})
-    for tensor, unit in zip(net.seen, (FUSED, SIZE, 1)):
-        assert tensor.layout.units == (LENGTH, unit)
-        assert all(place % size == 0 for place, size in zip(tensor.box, (LENGTH, LENGTH, unit, unit)))
+    shape, row_unit = grid.shape, LENGTH
+    batches = shape.data * shape.z
+    for tensor, unit, axis in zip(net.seen, (FUSED, SIZE, 1), "yyx"):
+        ranks = getattr(shape, axis)
+        if options and ranks > 1 and batches * ranks > sequences:
+            row_unit = ("data", LENGTH), ("z", LENGTH)
+        assert tensor.layout.units == (row_unit, unit)
+        assert all(place % unit == 0 for place in tensor.box[2:])
+        if row_unit == LENGTH:
+            assert all(place % LENGTH == 0 for place in tensor.box[:2])
+        else:
+            assert tensor.box.shape[0] or sequences // batches * LENGTH < ranks
     fused, mixed, _ = (to_numpy(each.gather()) for each in net.seen)
-    q, k, v = np.moveaxis(fused.reshape(ROWS, HEADS, 3, SIZE), 2, 0).reshape(3, ROWS, HEADS * SIZE)
+    q, k, v = np.moveaxis(fused.reshape(-1, HEADS, 3, SIZE), 2, 0).reshape(3, -1, HEADS * SIZE)
     assert np.abs(q * softmax(k, 1) * v - mixed).max() < 1e-12
 
 

@@ -16,7 +16,7 @@ from ...product import DistMatrix
 from ...product.constructors import Library
 from ..compute import array_namespace, computing
 from ..contract import LazyMatrix
-from ..dense import OTHER, weight_layout
+from ..dense import OTHER, cuts_inside, weight_layout
 from ..layers import Dropout, check_activations, check_sizes, parameter
 from ..module import Module
 from ..parallel import BackwardSync
@@ -307,6 +307,6 @@ def residual_layout(x: Tensor, activations: str) -> Layout:
     rows, [other], (unit, columns) = x.layout.rows, x.layout.sums, x.layout.units
     if activations == "replicated":
         return x.layout.summed
-    if isinstance(unit, int) and x.shape[0] // unit < x.grid.shape.along((*rows, other)):
+    if cuts_inside(x, (*rows, other)):
         unit = tuple((axis, unit) for axis in rows)
     return layout_of((*rows, other), x.layout.cols, (), (unit, columns))

@@ -154,7 +154,8 @@ def test_flops(recompute, kind, x, y, z):
 
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 16, 8, 32, 4
-GRIDS = {1: [("1x1x1", 1)], 2: [("2x1x1", 1), ("1x1x2", 1)], 4: [("2x1x1", 2), ("4x1x1", 1), ("1x2x2", 1)]}
+GRIDS = {1: [("1x1x1", 1)], 2: [("2x1x1", 1), ("1x1x2", 1), ("1x2x1", 1)]}
+GRIDS[4] = [("2x1x1", 2), ("4x1x1", 1), ("1x2x2", 1), ("2x2x1", 1), ("1x4x1", 1)]
 REGATHER = nn.Overlap(regather_inputs=True)
 CASES = {
     "plain": {},
@@ -189,27 +190,33 @@ def of_a_block(grid, recompute="none", layout=None, rows=BATCH * SEQUENCE, **opt
     nn.Tape.of(grid).parallel.overlap = REGATHER
     policy, sharded = Recomputed.named(recompute), options.get("activations") == "sharded"
     block = TransformerBlock(grid, HIDDEN, HEADS, recompute=policy.attention, seed=1, **options)
-    layout = layout or Layout(("data", "z", *["x"] * sharded), "y", units=(SEQUENCE, 1))
+    split = "data", "z", *["x"] * sharded
+    whole = rows >= SEQUENCE * grid.shape.along(split)
+    unit = SEQUENCE if whole else {"data": SEQUENCE, "z": SEQUENCE}  # x cuts inside, as after `Embedding`
+    layout = layout or Layout(split, "y", units=(unit, 1))
     x = DistMatrix.random(grid, (rows, HIDDEN), dtype="float32", layout=layout)
     return kept(grid, nn.Sequential(grid, policy.block(0, block)), nn.Tensor(x, requires_grad=True))
 
 
 @pytest.mark.parallel([2], thorough=[1, 4])
 @over_grids(GRIDS)
+@looped("sequences", [BATCH, 1])
 @looped("name, options", CASES.items())
-def test_a_block_keeps_what_the_formula_says(grid, name, options):
+def test_a_block_keeps_what_the_formula_says(grid, name, options, sequences):
     """To the byte, in a run and in a dry run. The formula does not contain the statistics of two norms, which are
-    added."""
-    shape, kv_heads = grid.shape, options.get("kv_heads")
-    if (kv_heads or HEADS) % shape.x:
-        return  # ranks have different numbers of heads
-    rows, shared = BATCH * SEQUENCE // (shape.data * shape.z), shape.x if "activations" in options else 1
+    added. Ranks along y share attention if each has a sequence."""
+    shape, kv_heads, batches = grid.shape, options.get("kv_heads"), grid.shape.data * grid.shape.z
+    if (kv_heads or HEADS) % shape.x or sequences % batches:
+        return  # ranks have different numbers of heads or of sequences
+    sharded, rows = "activations" in options, sequences * SEQUENCE // batches
+    shared = shape.x if sharded else 1
     expected = block_bytes(
         rows,
         HIDDEN,
         HEADS,
         outer=shape.y * shared,
-        inner=shape.x,
+        inner=shape.x * (shape.y if sharded else 1),
+        attention=shape.x * (shape.y if sequences >= batches * shape.y else 1),
         element=4,
         kv_heads=kv_heads,
         mlp=options.get("mlp"),
@@ -218,7 +225,21 @@ def test_a_block_keeps_what_the_formula_says(grid, name, options):
     )
     expected += (options.get("recompute") != "full") * 2 * STATISTICS * rows // shared
     with dry_grid(grid) as dry:
-        assert of_a_block(grid, **options) == of_a_block(dry, **options) == expected
+        found = [of_a_block(each, rows=sequences * SEQUENCE, **options) for each in (grid, dry)]
+        assert found == [expected, expected]
+
+
+@looped("shape, axis, cut", [((1, 1, 8), "x", 0), ((2, 1, 4), "x", 1), ((1, 1, 8), "y", 0), ((1, 2, 4), "y", 1)])
+def test_an_axis_of_one_rank_cuts_inside_no_sequence(shape, axis, cut):
+    """For 5 sequences, which are fewer than the ranks. The axis is that of the sum: x in an embedding, y in a layer."""
+    with Grid.dry(shape) as grid:
+        tokens = Facts((5 * SEQUENCE, 1), token_layout(grid, SEQUENCE), "int64", "numpy").on(grid)
+        part = nn.Embedding(grid, 24, HIDDEN, activations="sharded" if axis == "x" else "replicated")
+        x = part(tokens)
+        if axis == "y":
+            x = nn.Linear(grid, HIDDEN, HIDDEN, activations="sharded")(x)
+        assert x.layout.rows[-1] == axis
+        assert x.layout.units[0] == ((("data", SEQUENCE), ("z", SEQUENCE)) if cut else SEQUENCE)
 
 
 @pytest.mark.parallel([2])
