@@ -2,9 +2,11 @@
 of the time.
 
     python benchmarks/digits_rate.py --beside ../before/.venv/bin/python       (or: --turns 5)
+    python benchmarks/digits_rate.py --ranks 1 2 8
 
 Samples per second are the median of the lines of metrics.jsonl in a run, and then the median of the turns. A turn runs
-each version once; the order changes from turn to turn. A first turn is not counted. Times are of a step of a rank:
+each version once on each number of ranks; the order changes from turn to turn. A first turn is not counted. The grid of
+8 ranks is that of apps/digits.toml. On other numbers of ranks the grid is "ddp". Times are of a step of a rank:
 computing, waiting by kind of message, and the rest, which is Python and other ranks on the same core. They are medians
 of the turns, and means over the ranks.
 """
@@ -15,26 +17,31 @@ import json
 import os
 import sys
 import tempfile
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from statistics import mean, median
 
 from records import Rows, parser, report
 from timing import all_rounds, on_ranks, output_of
 
+from pmm3d.text import counted
+
 RANKS = 8
+"""Ranks of the grid in CONFIG."""
 APPS = Path(__file__).parent.parent / "apps"
 CONFIG = APPS / "digits.toml"
 HERE, BESIDE = "here", "beside"
 Figures = dict[str, float]
 
 
-def trained(python: str, data: Path, folder: Path, epochs: int) -> Figures:
+def trained(python: str, data: Path, folder: Path, epochs: int, ranks: int) -> Figures:
     """Figures of a run: samples per second, and milliseconds of a step by activity."""
     text = CONFIG.read_text().replace("runs/digits.h5", str(data)).replace("runs/digits", str(folder))
+    if ranks != RANKS:
+        text = text.replace('shape = "2x2x1"', 'shape = "ddp"').replace("data = 2\n", "data = 1\n")
     config = folder.with_suffix(".toml")
     config.write_text(text.replace("epochs = 15", f"epochs = {epochs}"))
-    on_ranks(RANKS, ["-m", "pmm3d", "train", str(config)], os.environ, python)
+    on_ranks(ranks, ["-m", "pmm3d", "train", str(config)], os.environ, python)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [line["samples_per_second"] for line in lines if "loss" in line]
     rates = rates[1:] or rates
@@ -69,6 +76,7 @@ def shown(runs: dict[str, list[Figures]]) -> Rows:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--beside", metavar="PYTHON", help="Python of an environment with another version of pmm3d")
+    made.add_argument("--ranks", nargs="+", type=int, default=[RANKS], metavar="N", help=f"numbers of ranks ({RANKS})")
     made.add_argument("--turns", type=int, default=5, help="runs of each version (5)")
     made.add_argument("--epochs", type=int, default=15, help="epochs of a run (15)")
     options = made.parse_args()
@@ -81,17 +89,23 @@ def main() -> int:
         output_of([sys.executable, str(APPS / "digits.py"), str(data)])
         number = count()
 
-        def run(who: str) -> Figures:
-            found = trained(versions[who], data, Path(scratch) / f"{who}-{next(number)}", options.epochs)
-            print(f"{who}: {found['samples/s']:,.0f} samples/s", file=sys.stderr, flush=True)
+        def run(kind: tuple[int, str]) -> Figures:
+            ranks, who = kind
+            folder = Path(scratch) / f"{who}-{next(number)}"
+            found = trained(versions[who], data, folder, options.epochs, ranks)
+            print(f"{who}, {counted(ranks, 'rank')}: {found['samples/s']:,.0f} samples/s", file=sys.stderr, flush=True)
             return found
 
-        runs = all_rounds(versions, run, options.turns)
-        title = f"Medians of {options.turns} turns"
-        if options.beside:
-            ratios = [mine["samples/s"] / other["samples/s"] for mine, other in zip(runs[HERE], runs[BESIDE])]
-            title += f"; samples/s here / beside: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        report(options, (title, shown(runs)))
+        found = all_rounds(product(options.ranks, versions), run, options.turns)
+        tables = []
+        for ranks in options.ranks:
+            runs = {who: found[ranks, who] for who in versions}
+            title = f"{counted(ranks, 'rank')}; medians of {counted(options.turns, 'turn')}"
+            if options.beside:
+                ratios = [mine["samples/s"] / other["samples/s"] for mine, other in zip(runs[HERE], runs[BESIDE])]
+                title += f"; samples/s here / beside: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            tables.append((title, shown(runs)))
+        report(options, *tables)
     return 0
 
 

@@ -1,7 +1,10 @@
-"""Timing of benchmarks: output of programs, rounds in turns, ratios within a round, the slowest rank."""
+"""Timing of benchmarks: output of programs, rounds in turns, ratios within a round, the slowest rank. Counts of Python
+calls."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import math
 import os
 import re
@@ -10,7 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pmm3d.text import counted
 from pmm3d.tools import launcher
@@ -22,6 +26,17 @@ Kind = TypeVar("Kind")
 Found = TypeVar("Found")
 Figures = dict[str, float]
 Result = dict[str, Any]
+
+
+class Calls(NamedTuple):
+    """Calls of Python functions, also of generators that are resumed. C functions are not counted.
+
+    work      calls whose number does not depend on the times at which messages arrive
+    polling   calls of functions that poll while a message has not arrived, and of functions that these call
+    """
+
+    work: float
+    polling: float
 
 
 class ProgramError(Exception):
@@ -164,3 +179,42 @@ def beside(name: str, runs: Mapping[str, Sequence[Result]], rivals: Sequence[str
         f"{1e3 * median(times):.1f} ({1e3 * min(times):.1f} to {1e3 * max(times):.1f})",
         *("" if name in rivals else f"{ratio:.3f}" for ratio in ratios),
     ]
+
+
+def python_calls(work: Callable[[], Any], times: int = 1) -> Calls:
+    """Mean calls of Python functions in `times` runs of `work`, in this thread.
+
+    A wait of pmm3d polls all collectives, and resumes those whose messages have arrived. What a resumed collective
+    calls is work, as is its entry in the ledger, so the number of these calls does not depend on the time at which a
+    message arrives. Garbage is collected before the count and not during it, because finalizers are calls too.
+    """
+    from pmm3d.comm.engine import Engine, Pending
+    from pmm3d.comm.ledger import Ledger
+
+    resumes, ends, before = Pending._progress.__code__, Ledger.end.__code__, sys.getprofile()
+    polls = {each.__code__ for each in (Engine.wait, Engine._wait, Engine.poll, Pending.test)}
+    polls |= {each for each in resumes.co_consts if inspect.iscode(each)}  # it tests whether a collective can go on
+    polling = [False]  # for each active function
+    counts = [0, 0]
+
+    def hook(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            code, caller = frame.f_code, frame.f_back
+            resumed = code is ends or (caller is not None and caller.f_code is resumes)
+            polling.append(code in polls or (polling[-1] and not resumed))
+            counts[polling[-1]] += 1
+        elif event == "return" and len(polling) > 1:
+            polling.pop()
+
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    sys.setprofile(hook)
+    try:
+        for _ in range(times):
+            work()
+    finally:
+        sys.setprofile(before)
+        if collects:
+            gc.enable()
+    return Calls(counts[0] / times, counts[1] / times)

@@ -16,7 +16,7 @@ from samples import TESTED, bits_of, grids_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout, batch_layout, order_of
-from pmm3d.nn import optim
+from pmm3d.nn import optim, recorded_steps
 
 GRIDS = {
     1: [("1x1x1", 1)],
@@ -96,6 +96,16 @@ def alone():
     """As a context: a grid of this rank only, for the results of a network without parallelism."""
     with Grid(MPI.COMM_SELF, (1, 1, 1), device_transport="direct") as grid:
         yield grid
+
+
+@contextmanager
+def ordinary():
+    """As a context: no step is recorded."""
+    before, recorded_steps.ORDINARY = recorded_steps.ORDINARY, 10**9
+    try:
+        yield
+    finally:
+        recorded_steps.ORDINARY = before
 
 
 class Case(NamedTuple):

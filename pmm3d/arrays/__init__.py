@@ -17,7 +17,7 @@ from .libraries import (
 from .numpy_library import Array, NumpyLibrary
 from .sums import add_up, scale, sum_in_order
 from .threads import LoneThread, blas_threads, by_rows, copy_into, parallel_rows
-from .workspace import Slab, Workspace
+from .workspace import Arena, Borrowed, Slab, Workspace
 
 if TYPE_CHECKING:  # loaded by dry runs only
     from .dry import DryArray, DryLibrary
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # loaded by dry runs only
 _DRY = {"DryLibrary": "dry", "DryArray": "dry", "DryRun": "dry_run"}
 
 __all__ = [
-    "Array", "DryArray", "DryLibrary", "DryRun", "LoneThread", "NumpyLibrary", "Slab", "Workspace", "add_up",
-    "blas_threads", "by_rows", "check_matrix_dtype", "check_output", "copy_into", "dtype_named", "library_here",
-    "library_kind", "library_named", "library_of", "library_of_error", "parallel_rows", "scale", "sum_in_order",
-    "take_device",
+    "Arena", "Array", "Borrowed", "DryArray", "DryLibrary", "DryRun", "LoneThread", "NumpyLibrary", "Slab", "Workspace",
+    "add_up", "blas_threads", "by_rows", "check_matrix_dtype", "check_output", "copy_into", "dtype_named",
+    "library_here", "library_kind", "library_named", "library_of", "library_of_error", "parallel_rows", "scale",
+    "sum_in_order", "take_device",
 ]  # fmt: skip
 
 

@@ -57,6 +57,8 @@ def parallel_rows(
     """
     rows, elements = shape[0], elements or library.slice_elements
     step = max(1, rows if elements is None else elements // max(1, prod(shape[1:])))
+    if 0 < rows <= step:
+        return [work(slice(0, rows))]
     slices = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
     shared = len(slices) >= LEAST_SLICES and _may_share(library)
     number = min(blas_threads(), len(slices)) if shared else 1

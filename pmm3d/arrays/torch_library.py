@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from math import prod
 from types import ModuleType
@@ -185,8 +185,12 @@ class TorchLibrary(NumpyLibrary):
     def square_sum(self, array: Array) -> Any:
         if not self.on_host or self.dtype(array).startswith("complex"):
             return super().square_sum(array)
-        wide = (part.detach().double() for part in array.reshape(-1).split(NumpyLibrary.slice_elements or 1))
-        return sum((self.xp.dot(part, part).item() for part in wide), 0.0)
+        flat, total, dot = array.detach().reshape(-1), 0.0, self.xp.dot
+        step = NumpyLibrary.slice_elements or 1
+        for start in range(0, flat.shape[0], step):
+            part = flat[start : start + step].double()
+            total += dot(part, part).item()
+        return total
 
     def square_sums(self, rows: Array) -> Array:
         wide = {"dtype": self.xp.float32} if rows.dtype.itemsize == 2 else {}
@@ -278,7 +282,19 @@ class TorchLibrary(NumpyLibrary):
     ) -> Callable[[], None]:
         if self.blas_file:
             return super().bound_gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
-        return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
+        by_calls = partial(self.gemm, a, b, c, alpha, beta, work, conjugated=conjugated)
+        try:
+            shapes = ((each.shape, each.stride()) for each in (a, b, c))
+            blas.arranged(*shapes, conjugated, blas.LP64_LARGEST)
+        except blas.TooLarge:
+            return by_calls
+        if conjugated != blas.AS_THEY_ARE:
+            return by_calls
+        multiply = partial(self.xp.addmm, c, a, b, beta=beta, alpha=alpha, out=c)
+        if self.dtype(a) not in ("float32", "complex64"):
+            return multiply
+        setting = self.xp.backends.mkldnn.matmul
+        return lambda: multiply() if ON_HOST.is_exact(setting) else by_calls()
 
     def _multiply(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
         """Multiply arrays of one type. Factors of float32 are exact, or tf32 on a device, whatever torch's settings."""

@@ -8,12 +8,12 @@ from ..model.launch import check_launcher
 
 check_launcher()
 
-from .agreement import digest, gather_small
+from .agreement import Terms, digest, gather_small
 from .argument_digest import Compared
 from .arrivals import Arrivals, Departures
 from .axis import Axis
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
-from .engine import Pending, PlanResources
+from .engine import Engine, Pending, PlanResources
 from .executor import (
     Awaited,
     Buffers,
@@ -31,6 +31,7 @@ from .hang import CallersCall
 from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .point_to_point import TAGS
+from .program import LEAST_WORK, Program, Recorder, assign, call
 from .shutdown import all_come, leaves_in_order
 from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered
 from .transport import Collective, Link

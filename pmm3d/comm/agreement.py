@@ -103,17 +103,23 @@ def agree(
     Returns the numbers, one row per rank, or None without numbers.
 
     Costs an all-reduce of 24 bytes by MPI, or, with numbers or debug, an all-gather of a few numbers. If there is an
-    error, each of the first few different texts is sent once. In a dry run all ranks have the terms of this one.
+    error, each of the first few different texts is sent once. In a dry run all ranks have the terms of this one, and
+    nothing is sent, as on one rank.
     """
-    if link.dry:
+    if link.dry or link.size == 1:
         if terms.error is not None:
-            raise terms.error
+            raise everywhere(terms.error)
         return None if numbers is None else np.tile(np.array(numbers, np.int64), (link.size, 1))
     own, failed = digest(terms.compared), terms.error is not None
     thread = get_ident()  # another thread may end the agreement
     rows: Any = None
     if numbers is None:
-        same, any_failed = yield from _compared(link, own, failed)
+        mine, largest = np.array([own, -own, failed], np.int64), np.empty(3, np.int64)
+        if link.debug:  # MPI's all-reduce needs the same order of calls on all ranks, which is not checked yet
+            largest = (yield from gather_small(link, mine)).max(axis=0)
+        else:
+            yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
+        same, any_failed = bool(largest[0] == -largest[1]), bool(largest[2])
     else:
         mine = np.empty(2 + len(numbers), np.int64)
         mine[0], mine[1], mine[2:] = own, failed, numbers
@@ -152,16 +158,6 @@ def gather_small(link: Link, mine: np.ndarray) -> Collective[np.ndarray]:
 def digest(text: str) -> int:
     """Return a digest of a text, 56 bits; the same on all ranks. Repeated calls have the texts of the calls before."""
     return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=7).digest(), "big")
-
-
-def _compared(link: Link, own: int, failed: bool) -> Collective[tuple[bool, bool]]:
-    """Generator: return (whether all digests are equal, whether any rank failed)."""
-    mine, largest = np.array([own, -own, failed], np.int64), np.empty(3, np.int64)
-    if link.debug:  # MPI's all-reduce needs the same order of calls on all ranks, which is not checked yet
-        largest = (yield from gather_small(link, mine)).max(axis=0)
-    else:
-        yield [link.comm.Iallreduce(mine, largest, MPI.MAX)]
-    return bool(largest[0] == -largest[1]), bool(largest[2])
 
 
 def _disagreement(

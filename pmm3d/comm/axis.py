@@ -23,7 +23,7 @@ from .engine import Engine, Pending
 from .executor import Awaited, Buffers, Counts, Persistent, following, wait_for_all
 from .hang import source_line
 from .ledger import Record
-from .transport import Collective, Link
+from .transport import Collective, Link, mpi_buffers
 
 if TYPE_CHECKING:
     from .nccl import Nccl
@@ -286,11 +286,10 @@ class Axis:
         array: Array,
         channel: tuple[int, int, int, bool],
         message: str,
-        make: Callable[..., Collective[Any]],
+        make: partial[Collective[Any]],
     ) -> Pending:
         """Begin a point-to-point message with the generator make(link, before=). It does not count as a call of the
         axis, because other members make none."""
-        source, target, tag, agreed = channel
         mode = "" if library.on_host else self._modes.get(library.kind, "")
         if not library.on_host and mode not in ("direct", "staged"):
             raise GridError(
@@ -302,21 +301,58 @@ class Axis:
                 )
             )
         self._engine.transport.check_place(library, array)
-        with self._engine.guard:
-            self._engine.prepare_next()
-            number, last = self._messages.get(channel, (0, None))
-            before = None if last is None else last()
-            members = self.ranks[source], self.ranks[target]
-            record = self._engine.ledger.begin(self.name, operation, number + 1, members)
-            record.channel, record.message = self._channel(channel), message
-            kind = point_to_point.AGREED if agreed else point_to_point.CHECKED
-            link = self._link(record, POINT_TAG + 3 * tag + kind, library, mode)
-            steps = partial(make, before=before)
-            collective = steps(link) if link.stream is None else link.run_on(link.stream, steps)
-            pending = self._engine.start(collective, record)
-            ordered = agreed and library.on_host and before is None  # MPI keeps the order of posted messages
-            self._messages[channel] = number + 1, None if ordered else weakref.ref(pending)
-            return pending
+        bind = partial(self._bound_message, operation, library, mode, channel, message)
+        pending, recorder = bind(make)(), self._engine.recorder
+        if recorder is not None and channel[-1]:  # agreed
+            recorder.started(self, pending, make, bind)
+        elif recorder is not None:
+            recorder.refuse(f"a {operation} along {self.name} with a header is not recorded")
+        return pending
+
+    def _bound_message(
+        self,
+        operation: str,
+        library: NumpyLibrary,
+        mode: str,
+        channel: tuple[int, int, int, bool],
+        message: str,
+        make: partial[Collective[Any]],
+    ) -> Callable[[], Pending]:
+        """Return the function that begins a message, also repeatedly."""
+        source, target, tag, agreed = channel
+        tag = POINT_TAG + 3 * tag + (point_to_point.AGREED if agreed else point_to_point.CHECKED)
+        peer, post = (target, self._comm.Isend) if operation == "send" else (source, self._comm.Irecv)
+        parts, result = [], make.keywords.get("out")
+        array = make.keywords["array"] if result is None else result
+        if agreed and library.on_host and library.has_data and library.is_contiguous(array):
+            parts = mpi_buffers(library, array)
+        nbytes = parts[0][1] if len(parts) == 1 else 0
+        at_once = partial(post, parts[0], peer, tag) if nbytes else None
+        counts = (nbytes, 0, 0) if result is None else (0, nbytes, nbytes if peer in self.off_node else 0)
+        key, members, text = channel, (self.ranks[source], self.ranks[target]), self._channel(channel)
+
+        def begin() -> Pending:
+            engine = self._engine
+            with engine.guard:
+                if engine.before_next is not None or engine.dropped:
+                    engine.prepare_next()
+                number, last = self._messages.get(key, (0, None))
+                before = None if last is None else last()
+                record = engine.ledger.begin(self.name, operation, number + 1, members)
+                record.channel, record.message = text, message
+                if at_once is not None and before is None and engine.wrap is None:
+                    record.sent, record.received, record.across = counts
+                    pending: Pending = engine.post_message(at_once, record, array, result)
+                else:
+                    link = self._link(record, tag, library, mode)
+                    steps = partial(make, before=before)
+                    collective = steps(link) if link.stream is None else link.run_on(link.stream, steps)
+                    pending = engine.start(collective, record)
+                ordered = agreed and library.on_host and before is None  # MPI keeps the order of posted messages
+                self._messages[key] = number + 1, None if ordered else weakref.ref(pending)
+                return pending
+
+        return begin
 
     def _channel(self, channel: tuple[int, int, int, bool]) -> str:
         """Return the description of a channel (source, target, tag, agreed), the same on both ranks."""
@@ -601,9 +637,10 @@ class Axis:
         GridError
             If the current device, or the device of an array, is not this rank's.
         """
-        engine, mode, stream = self._engine, "", None
+        engine, mode, stream, steps = self._engine, "", None, make_collective
         with engine.guard:
-            engine.prepare_next()
+            if engine.dropped or engine.before_next is not None:
+                engine.prepare_next()
             if library is not None and not library.on_host:
                 mode = self.choose_transport(library)
                 engine.transport.check_place(library, *arrays)
@@ -617,7 +654,11 @@ class Axis:
                 collective = collectives.compared(link, collective, call or name, source_line(sys._getframe(1)))
             if stream is not None and self._nccl is not None:
                 collective = engine.transport.in_turn(collective)
-            return engine.start(collective, record)
+            pending = engine.start(collective, record)
+        if engine.recorder is not None:
+            bind = partial(partial, self.begin, name, library=library)
+            engine.recorder.started(self, pending, steps, bind, after)
+        return pending
 
     def _link(
         self, record: Record, tag: int, library: NumpyLibrary | None, mode: str, wrong: Pmm3dError | None = None

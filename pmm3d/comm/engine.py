@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -29,6 +29,9 @@ from .guard import Guard, at_end
 from .ledger import Ledger, Record
 from .transport import Collective, Transport
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from .program import Recorder
 
 YIELD_SECONDS = 5e-3
 """Initial part of a wait, in seconds, in which the rank yields its core between tests. Most messages arrive in it."""
@@ -97,15 +100,21 @@ class Pending:
 
         If the collective does not end within the grid's `timeout`, the watchdog explains why.
         """
+        if self._engine.recorder is not None:
+            self._engine.recorder.waited(self)
         if not self.done:
             self._engine.wait(self)
         if self._error is not None:
-            raise self._error
+            self.raise_error()
         return self._result
 
+    def raise_error(self) -> None:
+        """Raise the error of a collective that failed."""
+        if self._error is not None:
+            raise self._error
+
     def _progress(self) -> bool:
-        """Resume the generator while its requests are complete. Returns True at its end. Warnings of numpy are off,
-        because the caller of a sum checks its rounding.
+        """Resume the generator while its requests are complete. Returns True at its end.
 
         An error of a signal handler is raised: it belongs to the caller, who may wait for another collective. If the
         handler interrupted the generator, this collective cannot go on. Otherwise the next call resumes it.
@@ -119,19 +128,23 @@ class Pending:
                 else all(awaited.done for awaited in requests)
             ):
                 self._engine.last_round = time.perf_counter()
-                with np.errstate(all="ignore"):
-                    self._resumed = True
+                self._resumed = True
+                with np.errstate(all="ignore"):  # the caller of a sum checks its rounding
                     self._requests = next(self._generator)
-                    self._resumed = False
+                self._resumed = False
         except StopIteration as end:
             self._result, self.done = end.value, True
         except BaseException as error:
-            if not isinstance(error, Exception) or raised_by_handler(error):
-                if self._resumed:
-                    self._fail(error, _interrupted(self.record, error), interrupted=True)
-                raise
-            self._fail(error, _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error)
+            self._failed(error)
         return self.done
+
+    def _failed(self, error: BaseException) -> None:
+        """End with an error of `_progress`, which is being handled. Raise it if it is the caller's."""
+        if not isinstance(error, Exception) or raised_by_handler(error):
+            if self._resumed:
+                self._fail(error, _interrupted(self.record, error), interrupted=True)
+            raise error
+        self._fail(error, _mpi_error(self.record, error) if isinstance(error, MPI.Exception) else error)
 
     def _fail(self, error: BaseException, reported: Exception, interrupted: bool = False) -> None:
         """End with an error of the generator. `wait` raises `reported`."""
@@ -143,6 +156,30 @@ class Pending:
         ):
             self._frames = error.__traceback__  # they hold the arrays
             self._engine.abandoned.append(self)
+
+
+class Message(Pending):
+    """A point-to-point message of one request, which post() returns. array: held until it is done;   result: what
+    `wait` returns."""
+
+    def __init__(self, engine: Engine, post: Callable[[], MPI.Request], record: Record, array: Any, result: Any):
+        super().__init__(engine, iter(()), record)  # type: ignore[arg-type]
+        self._post, self._array, self._result = post, array, result
+
+    def _progress(self) -> bool:
+        if self.done:
+            return True
+        try:
+            if not self._requests:
+                self._engine.last_round = time.perf_counter()
+                self._resumed = True
+                self._requests = [self._post()]
+                self._resumed = False
+            if MPI.Request.Testall(self._requests):
+                self._array, self.done = None, True
+        except BaseException as error:
+            self._failed(error)
+        return self.done
 
 
 class PlanResources(ExitStack):
@@ -169,6 +206,7 @@ class Engine:
     plans               resources of the plans of the grid that are not closed
     dropped             resources of plans that are closed or garbage-collected, to be freed
     last_round          last time at which a collective began or completed a round (perf_counter)
+    recorder            notes the starts and waits of collectives, or None
     before_next         function that is called once, before the next collective or exchange of any axis begins
     wrap                hook for tests, or None: wrap(pending, collective) returns the generator to run in place of the
                         collective. It is called before the first message is posted
@@ -191,6 +229,7 @@ class Engine:
         self._closed = False
         self.last_round = 0.0
         self.before_next: Callable[[], None] | None = None
+        self.recorder: Recorder | None = None
         self.wrap: Callable[[Pending, Collective[Any]], Collective[Any]] | None = None
 
     def prepare_next(self) -> None:
@@ -227,7 +266,15 @@ class Engine:
         pending = Pending(self, generator, record)
         if self.wrap is not None:
             pending._generator = self.wrap(pending, generator)
-        self._watch.begun[record.counted_on] = record
+        return self._begun(pending)
+
+    def post_message(self, post: Callable[[], MPI.Request], record: Record, array: Any, result: Any) -> Pending:
+        """Post a message of an array by post(). Its `wait` returns `result`."""
+        return self._begun(Message(self, post, record, array, result))
+
+    def _begun(self, pending: Pending) -> Pending:
+        record = pending.record
+        self._watch.begun[record.channel or record.key.axis] = record
         with self._lock:
             try:
                 pending._progress()
@@ -244,14 +291,20 @@ class Engine:
             self._progress()
 
     def _progress(self) -> None:
-        with self.transport.current():
-            for pending in tuple(self.active):
-                try:
-                    pending._progress()
-                finally:
-                    if pending.done:
-                        self.active.remove(pending)
-                        self.ledger.end(pending.record)
+        if self.transport.streams.last is None:  # no device, as in most grids: a poll takes microseconds
+            self._resume_active()
+        else:
+            with self.transport.current():
+                self._resume_active()
+
+    def _resume_active(self) -> None:
+        for pending in tuple(self.active):
+            try:
+                pending._progress()
+            finally:
+                if pending.done:
+                    self.active.remove(pending)
+                    self.ledger.end(pending.record)
 
     def wait(self, pending: Pending) -> None:
         def done() -> bool:

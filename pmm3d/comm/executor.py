@@ -9,8 +9,7 @@ rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
@@ -30,12 +29,14 @@ Counts = Sequence[int]
 
 
 class Awaited(Protocol):
-    """An operation for which a collective waits: a `Pending`, or another object with `done` and `wait`."""
+    """An operation for which a collective waits: a `Pending`, or another object with these methods."""
 
     @property
     def done(self) -> bool: ...
 
     def wait(self) -> Any: ...
+
+    def raise_error(self) -> None: ...
 
 
 def following(
@@ -46,14 +47,14 @@ def following(
     def steps(link: Link) -> Collective[Any]:
         yield list(after)
         for awaited in after:
-            awaited.wait()
+            awaited.raise_error()
         return (yield from collective(link))
 
     return steps
 
 
-def under_way(exchange: Collective[None], work: Callable[[], None]) -> Collective[None]:
-    """Generator: run an exchange, and call `work` when its first messages are posted."""
+def under_way(exchange: Iterator[list[Any]], work: Callable[[], None]) -> Collective[None]:
+    """Generator: run an exchange (`Link.posted`), and call `work` when its first messages are posted."""
     requests = next(exchange, None)
     try:
         work()
@@ -202,26 +203,40 @@ def run_schedule(
     work: Slab | None = None,
     result: Array | None = None,
 ) -> Collective[Array]:
-    """Generator: execute a schedule. Returns `result`, by default `out`.
+    """Return a generator that executes a schedule. Its result is `result`, by default `out`.
 
     given, out   the buffers IN and OUT, 2D. Arrays with gaps are packed for their messages
     beta         OUT = beta OUT + the sum
     dims         the dim of `given`, and of `out`, along which spans cut
     work         memory of `work_bytes` bytes. Default: from the workspace
     """
-    borrowed: AbstractContextManager[Slab | None] = nullcontext(work)
+    result = out if result is None else result
     if work is None and schedule.work:
-        borrowed = link.workspace.slab(work_bytes(schedule, library, given, out, dims), library)
-    with borrowed as memory:
-        yield from run_rounds(
-            link, Buffers(schedule, library, (given, out), dims, memory, beta), schedule.rounds, memory
-        )
-    return out if result is None else result
+        return _in_workspace(link, library, schedule, given, out, beta, dims, result)
+    return run_rounds(link, Buffers(schedule, library, (given, out), dims, work, beta), schedule.rounds, work, result)
 
 
-def run_rounds(link: Link, buffers: Buffers, rounds: Sequence[Round], work: Slab | None = None) -> Collective[None]:
-    """Generator: execute rounds of a schedule. work: its rest is memory for packed messages. Default: from the
-    workspace."""
+def _in_workspace(
+    link: Link,
+    library: NumpyLibrary,
+    schedule: Schedule,
+    given: Array,
+    out: Array,
+    beta: complex,
+    dims: tuple[int, int],
+    result: Array,
+) -> Collective[Array]:
+    """Generator: `run_schedule` with work memory from the workspace."""
+    with link.workspace.slab(work_bytes(schedule, library, given, out, dims), library) as work:
+        buffers = Buffers(schedule, library, (given, out), dims, work, beta)
+        return (yield from run_rounds(link, buffers, schedule.rounds, work, result))
+
+
+def run_rounds(
+    link: Link, buffers: Buffers, rounds: Sequence[Round], work: Slab | None = None, result: Array | None = None
+) -> Collective[Any]:
+    """Generator: execute rounds of a schedule, and return `result`. work: its rest is memory for packed messages.
+    Default: from the workspace."""
     library = buffers.library
     packs = None if work is None or not work.left else work.rest()
     for sends, receives, copies, sums in rounds:
@@ -230,21 +245,22 @@ def run_rounds(link: Link, buffers: Buffers, rounds: Sequence[Round], work: Slab
                 yield link.tokens([peer for peer, _ in receives], [peer for peer, _ in sends])
         elif sends or receives:
             pack = None if packs is None else packs.again()
-            exchange = link.exchange(library, buffers.messages(sends), buffers.messages(receives), pack)
+            exchange = link.posted(library, buffers.messages(sends), buffers.messages(receives), pack)
             yield from under_way(exchange, partial(buffers.copy, copies)) if copies else exchange
         elif copies:
             buffers.copy(copies)
         if sums:
             compute(library, buffers.arithmetic(sums))
+    return result
 
 
-def wait_for_all(link: Link, per_node: int = 0) -> Collective[None]:
-    """Generator: barrier of the link's ranks, or of the ranks of this node. After it, each rank sees the data that the
-    others wrote before it.
+def wait_for_all(link: Link, per_node: int = 0) -> Collective[Any]:
+    """Return a generator: barrier of the link's ranks, or of the ranks of this node. After it, each rank sees the data
+    that the others wrote before it.
 
     per_node   number of ranks on each node; 0: one barrier of all ranks of the link"""
     nothing = np.empty((0, 0), np.uint8)
-    yield from run_schedule(link, NumpyLibrary(), barrier(link.size, link.rank, per_node), nothing, nothing)
+    return run_schedule(link, NumpyLibrary(), barrier(link.size, link.rank, per_node), nothing, nothing)
 
 
 def count_data(link: Link, schedule: Schedule, row_bytes: int) -> None:

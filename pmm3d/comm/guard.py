@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -88,7 +87,9 @@ def one_thread(operation: Operation) -> Operation:
     @wraps(operation)
     def alone(*operands: Any, **options: Any) -> Any:
         grid = getattr(operands[0] if operands else next(iter(options.values()), None), "grid", None)
-        with nullcontext() if grid is None else grid.engine.guard:
+        if grid is None:
+            return operation(*operands, **options)
+        with grid.engine.guard:
             return operation(*operands, **options)
 
     return alone  # type: ignore[return-value]

@@ -25,7 +25,7 @@ SILENT = "it does not answer: its node is gone, or it computes without letting P
 UNBORN = "it has not come: it is stopped, has ended, or does something else; all ranks of the communicator must come"
 THIS_ROOM = str(Path(__file__).parent)
 PACKAGE = str(Path(__file__).parent.parent)
-OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py"}
+OTHER_PACKAGES = {"pmm3d", "contextlib", "threading", "runpy", "typer", "click", "mpi4py", "numpy"}
 """Packages whose frames are not the user's code."""
 AGREEMENT = "agreement on "
 """Beginning of the name of a comparison of arguments. Then follows the name of the operation."""

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +233,15 @@ class Ledger:
                 operation, "compute", begun[0], ended, {"phase": self._phase, "on core (ms)": 1e3 * (ran - begun[1])}
             )
 
+    def add_computed(self, counted: Mapping[tuple[str, str, str], Sequence[float]]) -> None:
+        """Count (calls, seconds, seconds on a core) of computations by key."""
+        for key, (calls, seconds, on_core) in counted.items():
+            entry = self._entry(Key(*key))
+            entry.calls += int(calls)
+            entry.computed += seconds
+            entry.on_core += on_core
+            self._counted += seconds
+
     @contextmanager
     def computing(self, operation: str) -> Iterator[None]:
         """Context manager: count the time in it as computation."""
@@ -242,22 +251,10 @@ class Ledger:
         finally:
             self.computed(operation, begun)
 
-    @contextmanager
-    def acting(self, action: str, in_words: str) -> Iterator[None]:
+    def acting(self, action: str, in_words: str) -> AbstractContextManager[None]:
         """Context manager: record the time in it as a pipeline action, such as "2F0". An error that leaves the context
-        stores the description, which `action_of` returns."""
-        begun, self.doing = perf_counter(), in_words
-        try:
-            yield
-        except Exception as error:
-            error.pipeline_action = in_words  # type: ignore[attr-defined]
-            raise
-        finally:
-            self.doing = ""
-        ended = perf_counter()
-        self.actions.append(Acted(action, begun + self._wall, ended + self._wall))
-        if self.trace:
-            self._event(action, PIPELINE, begun, ended, {})
+        stores the description, which `action_of` returns. It can be entered again."""
+        return InAction(self, action, in_words)
 
     @contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
@@ -282,7 +279,7 @@ class Ledger:
 
     def end(self, record: Record) -> None:
         """Count a collective that has ended."""
-        entry = self._entry(record.key)
+        entry = self.entries.get(record.key) or self._entry(record.key)
         entry.calls += 1
         entry.sent += record.sent
         entry.received += record.received
@@ -311,7 +308,7 @@ class Ledger:
         """Count the time since `begun` as waiting for this collective."""
         ended = perf_counter()
         record.waited += ended - begun
-        self._entry(record.key).waited += ended - begun
+        (self.entries.get(record.key) or self._entry(record.key)).waited += ended - begun
         self._counted += ended - begun
         if self.trace:
             self._event(f"wait {record.key.operation}", "wait", begun, ended, {"number": record.number})
@@ -336,10 +333,7 @@ class Ledger:
         self.left_out = 0
 
     def _entry(self, key: Key) -> Entry:
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self.entries[key] = Entry()
-        return entry
+        return self.entries.setdefault(key, Entry())
 
     def _event(self, name: str, track: str, begun: float, ended: float, details: dict[str, Any]) -> None:
         self.left_out += len(self.events) == self.events.maxlen
@@ -374,6 +368,28 @@ class InPhase:
 
     def __exit__(self, *_: object) -> None:
         self._ledger._phase = self._outer
+
+
+class InAction:
+    """Context manager of `Ledger.acting`. It is a class for speed."""
+
+    __slots__ = ("_action", "_begun", "_in_words", "_ledger")
+
+    def __init__(self, ledger: Ledger, action: str, in_words: str):
+        self._ledger, self._action, self._in_words = ledger, action, in_words
+
+    def __enter__(self) -> None:
+        self._begun, self._ledger.doing = perf_counter(), self._in_words
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ledger, ended = self._ledger, perf_counter()
+        ledger.doing = ""
+        if isinstance(error, Exception):
+            error.pipeline_action = self._in_words  # type: ignore[attr-defined]
+        if error is None:
+            ledger.actions.append(Acted(self._action, self._begun + ledger._wall, ended + ledger._wall))
+            if ledger.trace:
+                ledger._event(self._action, PIPELINE, self._begun, ended, {})
 
 
 class InPart:

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +36,40 @@ if TYPE_CHECKING:
     from ..model.machines import Machine
 
 Entered = TypeVar("Entered", bound="ProcessGroup")
+
+
+class CollectiveCall:
+    """Context manager of `ProcessGroup.collective_call`. It is a class for speed.
+
+    terms   terms of the call without an error. Default: `_terms` at the end of the body
+    """
+
+    __slots__ = ("_arguments", "_group", "_terms", "_what")
+
+    def __init__(self, group: ProcessGroup, what: str, arguments: tuple[Any, ...], terms: Terms | None = None):
+        self._group, self._what, self._arguments, self._terms = group, what, arguments, terms
+
+    def __enter__(self) -> None:
+        self._group.engine.guard.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        group, error = self._group, None
+        try:
+            if raised is not None and not isinstance(raised, Exception):
+                return
+            terms = self._terms or group._terms(self._what, *self._arguments)
+            if raised is not None:
+                error = group._explained(raised)
+                terms = terms._replace(error=error)
+            group._concluded(group._agreement(terms), error)
+        except Exception as agreed:
+            if agreed is not raised:
+                raise
+            agreed.__traceback__ = trace
+        finally:
+            group.engine.guard.__exit__()
 
 
 class ProcessGroup:
@@ -113,8 +147,7 @@ class ProcessGroup:
         """Return the name of the node of a rank."""
         return self._processes[rank].host
 
-    @contextmanager
-    def collective_call(self, what: str, *arguments: Any, always: bool = False) -> Iterator[None]:
+    def collective_call(self, what: str, *arguments: Any, always: bool = False) -> AbstractContextManager[None]:
         """Context manager: if the body fails on some ranks, or if the arguments differ, every rank raises.
 
         Parameters
@@ -143,23 +176,27 @@ class ProcessGroup:
         >>> with Grid() as grid, grid.collective_call("read the input", "a.txt"):
         ...     pass
         """
-        with self.engine.guard:
-            if not (self._check or always):
-                yield
-                return
-            error = None
-            try:
-                yield
-            except Exception as raised:
-                error = self._explained(raised)
-            self._concluded(self._agreement(what, arguments, error), error)
+        if self.engine.recorder is not None:
+            self.engine.recorder.refuse(f"{what} is called in a step")
+        return CollectiveCall(self, what, arguments) if self._check or always else self.engine.guard
+
+    def _call_on(self, terms: Terms) -> AbstractContextManager[None]:
+        """`collective_call` with the terms of `_terms`, for calls that repeat them."""
+        if self.engine.recorder is not None:
+            self.engine.recorder.refuse(f"{terms.call} is called in a step")
+        return CollectiveCall(self, terms.call, (), terms) if self._check else self.engine.guard
+
+    def _terms(self, what: str, *arguments: Any) -> Terms:
+        """Return the terms of a collective call with these arguments."""
+        arguments = *arguments, *self._named()
+        return Terms(f"{what}{canonical(arguments)}", partial(printed, arguments), None, what)
 
     def _compared(self, what: str, *arguments: Any) -> Callable[[], object]:
         """Begin to compare arguments among all ranks, without waiting. Returns a function that waits for the result,
         and raises the errors of `collective_call`. All ranks must call the function.
         """
         with self.engine.guard:
-            pending = self._agreement(what, arguments, None) if self._check else None
+            pending = self._agreement(self._terms(what, *arguments)) if self._check else None
         return lambda: None if pending is None else self._concluded(pending, None)
 
     def _number_of_all(self, what: str, own: Callable[[], complex], dtype: str, *arguments: Any) -> np.ndarray:
@@ -176,29 +213,24 @@ class ProcessGroup:
                 if not self._check:
                     raise
                 error = self._explained(raised)
-            gathering = self._agreement(what, arguments if self._check else (), error, number.view(np.int64), dtype)
+            terms = self._terms(what, *(arguments if self._check else ()))._replace(error=error)
+            gathering = self._agreement(terms, number.view(np.int64), dtype)
             rows: np.ndarray = self._concluded(gathering, error)
             return rows.view(np.float64).copy().view(np.complex128 if dtype == "complex128" else np.float64)[:, 0]
 
-    def _agreement(
-        self,
-        what: str,
-        arguments: tuple[Any, ...],
-        error: Exception | None,
-        numbers: np.ndarray | None = None,
-        dtype: str = "",
-    ) -> Pending:
-        arguments = *arguments, *self._named()
-        terms = Terms(f"{what}{canonical(arguments)}", partial(printed, arguments), error, what)
+    def _agreement(self, terms: Terms, numbers: np.ndarray | None = None, dtype: str = "") -> Pending:
+        compared = partial(
+            agree, what=terms.call, difference="the ranks passed different arguments.", terms=terms, numbers=numbers
+        )
 
-        def compared(link: Link) -> Collective[Any]:
-            rows = yield from agree(link, what, "the ranks passed different arguments.", terms, numbers)
-            if dtype:
-                row_bytes = itemsize(dtype)
-                count_data(link, gather_schedule([1] * link.size, link.rank, row_bytes, link.node_map), row_bytes)
+        def gathered(link: Link) -> Collective[Any]:
+            rows, row_bytes = (yield from compared(link)), itemsize(dtype)
+            count_data(link, gather_schedule([1] * link.size, link.rank, row_bytes, link.node_map), row_bytes)
             return rows
 
-        return self.everyone.begin("all_gather" if dtype else f"{AGREEMENT}{what}", compared)
+        if dtype:
+            return self.everyone.begin("all_gather", gathered)
+        return self.everyone.begin(f"{AGREEMENT}{terms.call}", compared)
 
     def _concluded(self, agreement: Pending, error: Exception | None) -> Any:
         """Wait for an agreement; return its result."""

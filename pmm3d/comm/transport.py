@@ -4,7 +4,7 @@ are at most 1 GiB, below the limit of 2 GiB of MPI's counts and of some networks
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -62,6 +62,7 @@ class Transport:
     library        library of the last device arrays;   device   device of this rank on the grid
     moved          number of copies and messages of staged exchanges that have ended so far
     turn           turn of the last collective that was begun with NCCL
+    streams        streams of the collectives on device arrays
     """
 
     turn: Turn | None = None
@@ -76,7 +77,7 @@ class Transport:
         self.chosen_modes: dict[str, str] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.moved = 0
-        self._streams, self._bound = DeviceStreams(), threading.local()
+        self.streams, self._bound = DeviceStreams(), threading.local()
 
     def first_arrays(self, library: NumpyLibrary) -> None:
         """Store the library of the first device arrays, and their device. Raises the array library's error if the
@@ -84,11 +85,11 @@ class Transport:
         self.library, device = library, library.current_device()
         if self.device is None:
             self.device = device
-            self._streams.of(library)
+            self.streams.of(library)
 
     def communication_stream(self, library: NumpyLibrary) -> CommunicationStream:
         """Return the streams for a collective that begins now in this thread's current stream."""
-        return self._streams.of(library)
+        return self.streams.of(library)
 
     def misplaced(self, library: NumpyLibrary, arrays: Sequence[Array] = ()) -> GridError | None:
         """Return an error if the current device is not this rank's, or if arrays are not on the current device; else
@@ -119,7 +120,7 @@ class Transport:
     def current(self) -> AbstractContextManager[Any]:
         """Context manager: make the device of the last collective on device arrays current in this thread, and bind the
         thread to it. An unbound thread that queries events would allocate some hundred MB on the first device."""
-        last = self._streams.last
+        last = self.streams.last
         if last is None:
             return nullcontext()
         if not self._is_bound(last):
@@ -130,7 +131,7 @@ class Transport:
     def bind(self) -> None:
         """Bind this thread to the device of the last collective, because MPI accesses device memory in every thread
         that calls it."""
-        last = self._streams.last
+        last = self.streams.last
         if last is not None and not self._is_bound(last):
             last.bind()
             self._bound.device = last.device
@@ -239,7 +240,19 @@ class Link:
         receives: Sequence[tuple[int, Array]],
         work: Slab | None = None,
     ) -> Collective[None]:
-        """Generator: post all messages and yield their requests. At its end the received arrays are filled.
+        """Generator: post all messages and yield their requests. At its end the received arrays are filled. Arguments:
+        see `posted`."""
+        yield from self.posted(library, sends, receives, work)
+
+    def posted(
+        self,
+        library: NumpyLibrary,
+        sends: Sequence[tuple[int, Array]],
+        receives: Sequence[tuple[int, Array]],
+        work: Slab | None = None,
+    ) -> Iterator[list[Any]]:
+        """Return an iterator over lists of requests, for a generator to yield. At its end the received arrays are
+        filled. Messages of host arrays are posted by the call, other messages by the iterator.
 
         Messages of device arrays start after the earlier work in the collective's stream. NCCL's messages are enqueued
         on this stream at once.
@@ -249,14 +262,18 @@ class Link:
         work              memory for the packed arrays. Default: from the workspace
         """
         for _, array in (*sends, *receives):
-            if not library.is_contiguous(array):
-                yield from self._packed(library, sends, receives, work)
-                return
+            if not (type(array) is np.ndarray and array.flags.c_contiguous) and not library.is_contiguous(array):
+                return self._packed(library, sends, receives, work)
         if self.off_node:
             self.record.across += sum(nbytes_of(library, array) for peer, array in receives if peer in self.off_node)
         if library.on_host or self.dry:
-            yield self.post_all(library, sends, receives)
-            return
+            return iter((self.post_all(library, sends, receives),))
+        return self._posted_of_device(library, sends, receives)
+
+    def _posted_of_device(
+        self, library: NumpyLibrary, sends: Sequence[tuple[int, Array]], receives: Sequence[tuple[int, Array]]
+    ) -> Collective[None]:
+        """Generator: `posted` for device arrays without gaps."""
         if self.stream is None:
             raise Pmm3dError(
                 f"{self.record}: Axis.begin needs library= for {library.name} arrays: it selects the "

@@ -235,7 +235,7 @@ class RankPlan:
         edges = sorted(set(offsets(self.a.owners)) | set(offsets(self.b.owners)))
         return list(pairwise(edges))
 
-    @property
+    @cached_property
     def scattered(self) -> bool:
         """Whether a panel has several slices in a block. Then a panel that is not gathered is packed too."""
         return self.plan.panels > 1 and len(self.intervals) > 1
@@ -311,7 +311,7 @@ class RankPlan:
         memory."""
         return self.own_work + self.shared_work
 
-    @property
+    @cached_property
     def own_work(self) -> int:
         """Bytes of work memory that other ranks do not share."""
         return self.plan.copies + max(self.plan.moving, self.product_work)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .precision import Precision
     from .ragged_rows import ragged
     from .recompute import Recompute
+    from .recorded_steps import replay
     from .scores import accuracy, r2
     from .seeds import manual_seed
     from .tape import Tape
@@ -50,6 +51,7 @@ _MODULES = {
     "module": ("Module",),
     "loss": ("cross_entropy", "mae", "mse"),
     "recompute": ("Recompute",),
+    "recorded_steps": ("replay",),
     "scores": ("accuracy", "r2"),
     "overlap": ("Overlap",),
     "transformer.blocks": ("Attention", "FeedForward", "TransformerBlock"),
@@ -63,7 +65,7 @@ __all__ = [
     "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "accuracy", "add", "cast", "columns",
     "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "generate", "layer_norm", "linear",
     "log_softmax", "mae", "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2",
-    "ragged", "relayout", "relu", "results_of", "rms_norm", "scale", "sigmoid", "silu", "softmax", "split",
+    "ragged", "relayout", "relu", "replay", "results_of", "rms_norm", "scale", "sigmoid", "silu", "softmax", "split",
     "subtract", "sum", "tanh", "unchanged",
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from ..product.checks import check_one_device
-from .compute import TensorSpec, check_type, sums_along
+from .compute import TensorSpec, check_type, local_results, sums_along
 from .contract import Gradient
 from .elementwise import TIMES, Elementwise, map_elementwise
 from .ragged_rows import same_rows
@@ -293,14 +293,23 @@ def summed_to(shape: Shape, spec: TensorSpec, gradient: Array) -> Gradient:
     contribution = sums_to(shape, spec, gradient)
     if spec.library.dtype(contribution.array) == spec.dtype:
         return contribution
-    return Gradient(spec.library.astype(contribution.array, spec.dtype), contribution.layout)
+    cast_to = partial(spec.library.astype, dtype=spec.dtype)
+    return Gradient(local_results(spec.grid, cast_to, contribution.array), contribution.layout)
 
 
 def sums_to(shape: Shape, spec: TensorSpec, gradient: Array) -> Gradient:
     """Return the same as `summed_to`, but sums of float16 and bfloat16 stay in float32."""
     (rows, cols), sums, units = (spec.layout.rows, spec.layout.cols), tuple[str, ...](), list(spec.layout.units)
     if shape[0] != spec.shape[0]:
-        gradient, rows, sums, units[0] = sums_along(gradient, 0)[None, :], (), rows, 1
+        gradient, rows, sums, units[0] = local_results(spec.grid, _sums_of_columns, gradient), (), rows, 1
     if shape[1] != spec.shape[1]:
-        gradient, cols, sums, units[1] = sums_along(gradient, 1)[:, None], (), (*sums, *cols), 1
+        gradient, cols, sums, units[1] = local_results(spec.grid, _sums_of_rows, gradient), (), (*sums, *cols), 1
     return Gradient(gradient, Layout(rows, cols, sums, units))
+
+
+def _sums_of_columns(array: Array) -> Array:
+    return sums_along(array, 0)[None, :]
+
+
+def _sums_of_rows(array: Array) -> Array:
+    return sums_along(array, 1)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from types import ModuleType
@@ -10,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array, NumpyLibrary, library_of
-from ..comm import Axis, Grid, clock
+from ..comm import LEAST_WORK, Axis, Grid, assign, clock
 from ..errors import DTypeError, needs
-from ..layout import FIRST, MATRIX_DTYPES, Layout, RaggedRows, itemsize, part_sizes
+from ..layout import FIRST, LOW_PRECISION, MATRIX_DTYPES, Layout, RaggedRows, itemsize, part_sizes
 from ..layout.layout import cutting_units, layout_of
 from ..model.rounds import accumulator
 from ..product import DistMatrix
@@ -21,8 +22,6 @@ with needs("train", "networks"):
     import array_api_compat
     import array_api_compat.numpy
 
-LEAST_WORK = 2**21
-"""Smallest number of operations for which a helper thread is useful: about 100 us on a core."""
 PER_ELEMENT = 32
 """Approximate number of operations of an elementwise function for each element."""
 
@@ -115,7 +114,7 @@ class TensorSpec:
     def filled(self, number: float) -> DistMatrix:
         """Matrix of one element of this type, replicated on all ranks."""
         local = self.new((1, 1))
-        local[...] = number
+        assign(self.grid.engine, local, number)
         return DistMatrix(self.grid, local, (1, 1), Layout())
 
     def matrix(self, local: Array) -> DistMatrix:
@@ -159,13 +158,58 @@ class computing:
         self._grid.ledger.computed(self._what, self._begun)
 
 
+def local_results(grid: Grid, function: Callable[..., Any], *arrays: Any) -> Any:
+    """Return function(*arrays) as one instruction: a new array, or a tuple of new arrays and numbers. Recorded steps
+    copy the arrays, so they should be small."""
+    recorder = grid.engine.recorder
+    if recorder is None:
+        return function(*arrays)
+    with recorder.paused():
+        made = function(*arrays)
+    outs = [_fixed(grid, each) for each in (made if isinstance(made, tuple) else (made,))]
+    bind = partial(partial, _set_results, function, len(outs))
+    recorder.kernel("", 0, bind, (*outs, *arrays), getattr(function, "__name__", "call"))
+    return tuple(outs) if isinstance(made, tuple) else outs[0]
+
+
+def _fixed(grid: Grid, value: Any) -> Any:
+    """Copy an array to work memory. Other values are constant."""
+    if not hasattr(value, "dtype"):
+        return value
+    library = library_of(value)
+    copy = grid.workspace.array(tuple(value.shape), library.dtype(value), library)
+    copy[...] = value
+    return copy
+
+
+def _set_results(function: Callable[..., Any], count: int, *arrays: Any) -> None:
+    made = function(*arrays[count:])
+    for out, value in zip(arrays, made if isinstance(made, tuple) else (made,)):
+        if hasattr(out, "dtype"):
+            out[...] = value
+
+
 def gemm(spec: TensorSpec, a: Array, b: Array, c: Array, beta: float = 0, *, tf32: bool = False) -> None:
     """Compute C = A B + beta C on this rank by `NumpyLibrary.gemm`. If A and B are 16-bit, C may be float32."""
-    with computing(spec.grid, "gemm", 2 * a.shape[0] * a.shape[1] * b.shape[1]):
-        if a.shape[1] and 0 not in c.shape:
-            spec.library.gemm(a, b, c, 1, beta, spec.grid.workspace, tf32=tf32)
-        elif beta == 0:
-            c[...] = 0
+    work, recorder = 2 * a.shape[0] * a.shape[1] * b.shape[1], spec.grid.engine.recorder
+    with computing(spec.grid, "gemm", work):
+        _gemm(a, b, c, spec, beta, tf32)
+    if recorder is not None:
+        recorder.kernel("gemm", work, partial(_bound_gemm, spec, beta, tf32), (a, b, c))
+
+
+def _bound_gemm(spec: TensorSpec, beta: float, tf32: bool, a: Array, b: Array, c: Array) -> Callable[[], None]:
+    library, kinds = spec.library, {spec.library.dtype(each) for each in (a, b, c)}
+    if not a.shape[1] or 0 in c.shape or len(kinds) > 1 or kinds & {*LOW_PRECISION}:
+        return partial(_gemm, a, b, c, spec, beta, tf32)
+    return library.bound_gemm(a, b, c, 1, beta, spec.grid.workspace)
+
+
+def _gemm(a: Array, b: Array, c: Array, spec: TensorSpec, beta: float, tf32: bool) -> None:
+    if a.shape[1] and 0 not in c.shape:
+        spec.library.gemm(a, b, c, 1, beta, spec.grid.workspace, tf32=tf32)
+    elif beta == 0:
+        c[...] = 0
 
 
 def check_type(name: str, spec: TensorSpec) -> None:
@@ -184,7 +228,7 @@ def sums_along(array: Array, dim: int | None = None) -> Array:
 def column_sums(spec: TensorSpec, array: Array, out: Array, beta: float = 0) -> None:
     """Compute out = beta out + the sum of the rows of a local array. The shape of out is (1, n)."""
     ones = spec.new((1, array.shape[0]))
-    ones[...] = 1
+    assign(spec.grid.engine, ones, 1)
     gemm(spec, ones, array, out, beta)
 
 

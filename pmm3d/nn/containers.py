@@ -49,6 +49,8 @@ class Sequential(Module):
     ['0.weight', '0.bias', '2.weight', '2.bias']
     """
 
+    replays = True
+
     def __init__(self, grid: Grid, *layers: Layer):
         check_grid("Sequential", grid)
         self.grid, self.layers = grid, list(layers)
@@ -98,6 +100,8 @@ class Block(Sequential):
     ...     names[0], names[0] == names[1] == names[2] == names[3]
     (['0.weight', '0.bias', '2.weight', '2.bias'], True)
     """
+
+    replays = True
 
     def __init__(self, grid: Grid, *layers: Layer, first: int = 0):
         self.first = first
@@ -170,6 +174,8 @@ class MLP(Block):
     ...     net(DistMatrix.random(grid, (5, 8), dtype="float32")).shape, net.size
     ((5, 3), 227)
     """
+
+    replays = True
 
     def __init__(
         self,
@@ -244,6 +250,8 @@ class Residual(Module):
     ...     nn.Residual(nn.Dropout(grid, 0))(DistMatrix.from_function(grid, (1, 2), lambda i, j: j)).gather()
     array([[0., 2.]])
     """
+
+    replays = True
 
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module

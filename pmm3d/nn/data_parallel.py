@@ -85,7 +85,7 @@ class GradientSums:
             written = list(bucket)
             outs, (beta, *_) = zip(*[buffer.scattered_array() for buffer in bucket])
         before = [buffer.pending for buffer in dict.fromkeys((*opened, *written)) if buffer.pending is not None]
-        flight = [other for other in self._flights.get(axis.name, []) if not other.done]
+        flight = self._flights.get(axis.name, [])
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
         with self._grid.ledger.phase(phase):

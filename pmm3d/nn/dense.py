@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..comm import Arrivals
+from ..comm import Arrivals, assign
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
 from ..layout.layout import SINGLE, Units, layout_of
@@ -248,7 +248,8 @@ class _Schedule(NamedTuple):
         def fill(out: Array, beta: int, part: slice) -> None:
             if begins is not None:
                 with self.out.grid.ledger.passing("bias"):
-                    out[...], beta = begins, 1
+                    assign(self.out.grid.engine, out, begins)
+                    beta = 1
             self._multiply(self.out, inputs, part, full, out, beta)
 
         product = LazyMatrix(self.layouts.natural, (inputs.gathered.shape[0], full.shape[1]), fill, "reduce O")

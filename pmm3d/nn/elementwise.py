@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import pi, prod, sqrt
@@ -67,8 +67,12 @@ class Aten:
 
     def into(self, torch: Any, out: Array, *operands: Array) -> Array:
         """Write the result to `out`, which may be one of the operands, and return it."""
+        return self.bound(torch, out, *operands)()
+
+    def bound(self, torch: Any, out: Array, *operands: Array) -> Callable[[], Array]:
+        """The function that repeats `into` on these arrays."""
         kernel = getattr(getattr(torch.ops.aten, self._name), self._out)
-        return kernel(*operands, *self._more, **self._named, **{self._out: out})
+        return partial(kernel, *operands, *self._more, **self._named, **{self._out: out})
 
 
 KERNELS = {
@@ -116,16 +120,16 @@ def map_elementwise(
     array([[1., 2., 3.]])
     """
     if name is not None:
-        with computing(spec.grid, "elementwise", PER_ELEMENT * prod(spec.local_shape), name):
-            return map_elementwise(spec, None, function, *operands, out=out)
+        work, recorder = PER_ELEMENT * prod(spec.local_shape), spec.grid.engine.recorder
+        if recorder is not None and out is None:
+            out = spec.new()
+        with computing(spec.grid, "elementwise", work, name):
+            made = map_elementwise(spec, None, function, *operands, out=out)
+        if recorder is not None:
+            recorder.kernel("elementwise", work, partial(_bound, spec, function), (out, *operands), name)
+        return made
     library = spec.library
-    kernel = function.torch if isinstance(function, Elementwise) else KERNELS.get(function)
-    if (
-        isinstance(kernel, Aten)
-        and library.kind == "torch"
-        and library.has_data
-        and all([hasattr(each, "dtype") and library.dtype(each) == spec.dtype for each in operands])
-    ):
+    if (kernel := _aten(spec, function, operands)) is not None:
         return kernel.into(library.xp, spec.new() if out is None else out, *operands)
     if isinstance(function, Elementwise):
         function = function.compiled(library, spec.dtype, *operands) if library.has_data else function.expression
@@ -135,6 +139,32 @@ def map_elementwise(
     out = spec.new() if out is None else out
     by_rows(library, function, out, *operands)
     return out
+
+
+def _bound(
+    spec: TensorSpec, function: Callable[..., Array] | Elementwise, out: Array, *operands: Any
+) -> Callable[[], Any]:
+    """Return the function that repeats `map_elementwise` on the same arrays."""
+    library = spec.library
+    if (kernel := _aten(spec, function, operands)) is not None:
+        return kernel.bound(library.xp, out, *operands)
+    if isinstance(function, Elementwise):
+        function = function.compiled(library, spec.dtype, *operands)
+    return partial(by_rows, library, function, out, *operands)
+
+
+def _aten(spec: TensorSpec, function: Callable[..., Array] | Elementwise, operands: Sequence[Any]) -> Aten | None:
+    """Kernel of torch that writes directly to the result."""
+    library = spec.library
+    kernel = function.torch if isinstance(function, Elementwise) else KERNELS.get(function)
+    if (
+        isinstance(kernel, Aten)
+        and library.kind == "torch"
+        and library.has_data
+        and all([hasattr(each, "dtype") and library.dtype(each) == spec.dtype for each in operands])
+    ):
+        return kernel
+    return None
 
 
 TIMES = Elementwise(lambda _, x, factor: x * factor, lambda torch, x, factor: torch.mul(x, factor))

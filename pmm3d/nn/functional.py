@@ -9,9 +9,10 @@ from collections.abc import Callable
 from operator import mul
 
 from ..arrays import Array, random
+from ..comm import call
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows, real
-from .compute import TensorSpec, array_namespace, column_sums, computing, sums_along
+from .compute import TensorSpec, array_namespace, column_sums, computing, local_results, sums_along
 from .contract import Gradient, LazyMatrix
 from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
 from .statistics import mean_squares, moments, sum_over
@@ -162,7 +163,7 @@ def _elementwise(x: Tensor, function: Activation) -> Tensor:
     )
 
 
-def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int, stream: int | Callable[[], int] = 0) -> Tensor:
     """Zero each element with probability p, and multiply the others by 1 / (1 - p).
 
     Parameters
@@ -171,9 +172,10 @@ def dropout(x: Tensor, p: float, seed: int, stream: int = 0) -> Tensor:
         (m, n), in any layout. Partial sums are summed first.
     p : float
         Probability, at least 0 and below 1.
-    seed, stream : int
-        Seeds of the mask. The mask also depends on row and column in the whole matrix, so it is the same on every
-        grid. Default of `stream`: 0.
+    seed : int
+        Seed of the mask. The mask also depends on row and column in the whole matrix, so it is the same on every grid.
+    stream : int or callable
+        Second seed, or a function that returns it. A replayed step calls the function again. Default: 0.
 
     Returns
     -------
@@ -213,12 +215,16 @@ def check_probability(name: str, p: float) -> float:
     return real(p, f"{name} must be at least 0 and below 1", 0, Pmm3dError, 1)
 
 
-def _dropout_mask(spec: TensorSpec, box: Box, p: float, seed: int, stream: int) -> Array:
+def _dropout_mask(spec: TensorSpec, box: Box, p: float, seed: int, stream: int | Callable[[], int]) -> Array:
     """Mask of dropout of a shard, uint8."""
     library = spec.library
     mask = spec.grid.workspace.array(box.shape, "uint8", library)
+
+    def fill(mask: Array) -> None:
+        fill_mask(mask, box, spec.shape[1], p, seed, stream() if callable(stream) else stream)
+
     if library.has_data:
-        fill_mask(mask, box, spec.shape[1], p, seed, stream)
+        call(spec.grid.engine, fill, mask)
     else:
         library.passed("dropout mask", mask)
     return mask
@@ -304,32 +310,38 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
     x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias])
     spec, local, cols, backward = x.spec, x.shard, gain.layout.cols, name + " backward"
     xp = array_namespace(local)
-    with spec.grid.ledger.phase(name.replace("_", " ")):
-        mean, variance = moments(spec, local) if bias is not None else (0, mean_squares(spec, local))
-    with computing(spec.grid, "elementwise", name=name):
-        inverse = 1 / xp.sqrt(variance + eps)
-        if bias is None:
-            normal = map_elementwise(spec, None, mul, local, inverse)
-            out = map_elementwise(spec, None, mul, normal, gain.shard)
-        else:
-            normal = map_elementwise(spec, None, STANDARDIZED, local, mean, inverse)
-            out = map_elementwise(spec, None, AFFINE, normal, *(each.shard for each in vectors))
-
     wanted, learns, shifts = x.requires_grad, gain.requires_grad, bias is not None
 
-    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | LazyMatrix | None]:
+    def statistics(local: Array) -> tuple[Array | int, Array]:
+        with spec.grid.ledger.phase(name.replace("_", " ")):
+            mean, variance = moments(spec, local) if shifts else (0, mean_squares(spec, local))
+        with computing(spec.grid, "elementwise", name=name):
+            return mean, 1 / xp.sqrt(variance + eps)
+
+    mean, inverse = local_results(spec.grid, statistics, local)
+    if bias is None:
+        normal = map_elementwise(spec, name, mul, local, inverse)
+        out = map_elementwise(spec, name, mul, normal, gain.shard)
+    else:
+        normal = map_elementwise(spec, name, STANDARDIZED, local, mean, inverse)
+        out = map_elementwise(spec, name, AFFINE, normal, *(each.shard for each in vectors))
+
+    def slopes(scaled: Array, normal: Array) -> Array:
+        """Means over the columns that the gradient by x needs."""
         with computing(spec.grid, "elementwise", name=backward):
-            product = map_elementwise(spec, None, mul, gradient, normal) if learns else None
+            means = [sums_along(scaled, 1)] * shifts
+            sums = xp.stack([*means, sums_along(map_elementwise(spec, None, mul, scaled, normal), 1)])
+        with spec.grid.ledger.phase(name.replace("_", " ")):
+            return sum_over(spec.grid, sums, cols) / spec.shape[1]
+
+    def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | LazyMatrix | None]:
+        product = map_elementwise(spec, backward, mul, gradient, normal) if learns else None
         of_rows = [None if product is None else _sum_of_rows(spec, product)]
         of_rows += [_sum_of_rows(spec, gradient)] * shifts
         if not wanted:
             return [None, *of_rows]
-        with computing(spec.grid, "elementwise", name=backward):
-            scaled = map_elementwise(spec, None, mul, gradient, factor)
-            slopes = [sums_along(scaled, 1)] * shifts
-            sums = xp.stack([*slopes, sums_along(map_elementwise(spec, None, mul, scaled, normal), 1)])
-        with spec.grid.ledger.phase(name.replace("_", " ")):
-            sums = sum_over(spec.grid, sums, cols) / spec.shape[1]
+        scaled = map_elementwise(spec, backward, mul, gradient, factor)
+        sums = local_results(spec.grid, slopes, scaled, normal)
         dx = map_elementwise(
             spec,
             backward,
@@ -367,28 +379,36 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
     x, [gain, bias] = _aligned("layer_norm", x, [gain, bias])
     spec, library, local, size = x.spec, x.library, x.shard, [x.shape[1]]
     out, aten = spec.new(), library.xp.ops.aten if library.has_data else None
-    with computing(spec.grid, "elementwise", name="layer_norm"):
-        if aten is None:
-            library.passed("layer_norm", out, local)
-            mean, inverse = (library.empty((spec.local_shape[0], 1), spec.accumulation.dtype) for _ in range(2))
-        else:
-            out[...], mean, inverse = aten.native_layer_norm(local, size, gain.shard[0], bias.shard[0], eps)
+
+    def forward(out: Array, local: Array, gain: Array, bias: Array) -> tuple[Array, ...]:
+        with computing(spec.grid, "elementwise", name="layer_norm"):
+            if aten is None:
+                library.passed("layer_norm", out, local)
+                return tuple(library.empty((spec.local_shape[0], 1), spec.accumulation.dtype) for _ in range(2))
+            out[...], mean, inverse = aten.native_layer_norm(local, size, gain[0], bias[0], eps)
+            return mean, inverse
+
+    mean, inverse = local_results(spec.grid, forward, out, local, gain.shard, bias.shard)
     needed = [x.requires_grad, gain.requires_grad, bias.requires_grad]
     of_rows = Layout((), spec.layout.cols, spec.layout.rows, (1, spec.layout.units[1]))
 
-    def rule(gradient: Array, *saved_arrays: Array) -> list[Array | Gradient | None]:
-        dx = spec.new() if needed[0] else None
+    def backward(dx: Array | None, gradient: Array, local: Array, *others: Array) -> tuple[Array | None, ...]:
+        """Set `dx`, and return the gradients of gain and bias."""
         with computing(spec.grid, "elementwise", name="layer_norm backward"):
             if aten is None:
-                library.passed("layer_norm backward", *2 * [gradient, saved_arrays[0]], *([] if dx is None else [dx]))
-                vectors = [library.empty((1, size[0]), spec.dtype) for _ in range(2)]
-            else:
-                local, mean, inverse, gain, bias = saved_arrays
-                of_input, *vectors = aten.native_layer_norm_backward(
-                    gradient, local, size, mean, inverse, gain[0], bias[0], needed
-                )
-                if dx is not None:
-                    dx[...] = of_input
+                library.passed("layer_norm backward", *2 * [gradient, local], *([] if dx is None else [dx]))
+                return tuple(library.empty((1, size[0]), spec.dtype) for _ in range(2))
+            mean, inverse, gain, bias = others
+            of_input, *vectors = aten.native_layer_norm_backward(
+                gradient, local, size, mean, inverse, gain[0], bias[0], needed
+            )
+            if dx is not None:
+                dx[...] = of_input
+            return tuple(vectors)
+
+    def rule(gradient: Array, *saved_arrays: Array) -> list[Array | Gradient | None]:
+        dx = spec.new() if needed[0] else None
+        vectors = local_results(spec.grid, backward, dx, gradient, *saved_arrays)
         return [
             dx,
             *(Gradient(each.reshape(1, -1), of_rows) if wanted else None for each, wanted in zip(vectors, needed[1:])),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from ..arrays import Array, add_up
-from ..comm import Pending
+from ..arrays import Array, add_up, library_of
+from ..comm import Pending, assign, call
 from ..errors import Pmm3dError
 from ..layout import FIRST, Layout, itemsize
 from ..layout.layout import layout_of
@@ -141,7 +141,7 @@ class GradientBuffer:
 
     def forget(self) -> None:
         """Discard the gradient. Waits for sums in progress, because they write to the array."""
-        if not self.failed:
+        if self.pending is not None and not self.failed:
             self.wait()
         self.failed, self.layout, self.incoming, self.is_open = False, None, None, False
         self.times_forgotten += 1
@@ -191,11 +191,11 @@ class GradientBuffer:
         start = sum(self.counts(split[0])[: grid.axis(split[0]).index]) if split else 0
         stop, flat = start + own.shape[0], array.reshape(-1)
         if flat.shape[0] > own.shape[0]:
-            flat[start:stop] = own
+            assign(grid.engine, flat[start:stop], own)
         if any(grid.axis(axis).index for axis in more):
             start = stop = 0
-        flat[:start] = 0
-        flat[stop:] = 0
+        assign(grid.engine, flat[:start], 0)
+        assign(grid.engine, flat[stop:], 0)
         self.layout = self._with(tuple([axis for axis in grid.shape.names if axis in (*before.sums, *split, *more)]))
 
     def note_sum(self, axis: str) -> None:
@@ -213,7 +213,7 @@ class GradientBuffer:
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()
                 self.wait()  # because the sum of the previous pass writes to the array
-                add_up(self.spec.library, [part], array, beta)
+                call(self.spec.grid.engine, partial(_add, beta), array, part)
         self.is_open = bool(self.sums)
 
     def scattered_array(self) -> tuple[Array, int]:
@@ -222,6 +222,7 @@ class GradientBuffer:
         beta = 0 if self.layout is None else 1
         shape = target.box(self.spec.shape, grid.shape, grid.coords).shape
         if beta and self.layout != target:
+            self._replaced()
             self.array = self.spec.library.copy(self.in_layout(target))
         elif self.array is None or tuple(self.array.shape) != shape:
             self.array = self.new_array(shape)
@@ -236,5 +237,15 @@ class GradientBuffer:
             return self.local
         array = relayout(self.spec.grid, self.local, self.spec.shape, self.layout, layout).wait()
         if layout == self.spec.layout:
+            self._replaced()
             self.array, self.layout = array, layout
         return array
+
+    def _replaced(self) -> None:
+        """Note that the gradient moves to other memory, which a recorded step does not repeat."""
+        if (recorder := self.spec.grid.engine.recorder) is not None:
+            recorder.refuse("a gradient moves to another layout")
+
+
+def _add(beta: int, array: Array, part: Array) -> None:
+    add_up(library_of(array), [part], array, beta)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..arrays import Array, add_up, by_rows, library_of
 from ..arrays.workspace import Ticket
-from ..comm import Axis, Grid, Pending
+from ..comm import Axis, Engine, Grid, Pending, call
 from ..layout import Layout, itemsize
 from ..product.relayout import relayout
 from .compute import TensorSpec
@@ -52,7 +52,7 @@ class Gradients:
         out, beta, adds = to.accumulate(layout.sums)
         if kind == "stay" and adds:
             to.wait()
-            _fill(contribution, out, beta)
+            _fill(self._grid.engine, contribution, out, beta)
         elif kind == "reduce_scatter" and adds:
             self._reduce_scatter(to, contribution, self._grid.axis(axis), out, beta)
         else:
@@ -72,7 +72,7 @@ class Gradients:
     ) -> None:
         cols, counts = out.shape[1], to.spec.counts(axis.name)
         partial = self._partials.next_array(to.message, (sum(counts), cols))
-        _fill(part, partial, 0)
+        _fill(self._grid.engine, part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):
             to.pending = axis._reduce_scatter_into(
                 partial, out, counts, beta, after=[] if to.pending is None else [to.pending]
@@ -87,12 +87,12 @@ class Gradients:
         array = None if isinstance(part, LazyMatrix) else part.array
         if array is None or spec.dtype != to.of.dtype:
             array = spec.new(part.shape if isinstance(part, LazyMatrix) else tuple(part.array.shape))
-            _fill(part, array, 0)
+            _fill(self._grid.engine, part, array, 0)
         with self._grid.ledger.phase("relayout"):
             moved = relayout(self._grid, array, spec.shape, part.layout, layout).wait()
         to.wait()
         if adds:
-            _fill(Gradient(moved, layout), to.array, beta)
+            _fill(self._grid.engine, Gradient(moved, layout), to.array, beta)
 
     def finish(self) -> None:
         """End a backward pass: begin the sums that have not begun, without waiting for them."""
@@ -107,10 +107,15 @@ class Gradients:
             del self._open[buffer]
         self._left.clear()
 
-    def forget(self, buffer: GradientBuffer) -> None:
-        """Discard a gradient."""
-        buffer.forget()
-        self._open.pop(buffer, None)
+    def wait_for_partials(self) -> None:
+        """Wait until the memory of contributions is free, before a recorded step writes to it."""
+        self._partials.wait()
+
+    def forget(self, *buffers: GradientBuffer) -> None:
+        """Discard gradients."""
+        for buffer in buffers:
+            buffer.forget()
+            self._open.pop(buffer, None)
 
     def abandon(self) -> None:
         """End a pass after an error. Mark all gradients to which it added, or would have added, as failed."""
@@ -120,26 +125,36 @@ class Gradients:
         self.begin(self._sync, self._overlap, Counter(), None)
 
 
-def _fill(part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
+def _fill(engine: Engine, part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
     """Compute out = beta out + part."""
     if isinstance(part, LazyMatrix):
         part.fill(out, beta, EVERYTHING)
     elif beta:
-        add_up(library_of(out), [out, part.array], out)
+        call(engine, _added, out, part.array)
     else:
-        by_rows(library_of(out), lambda new: new, out, part.array, name="copy")
+        call(engine, _copied, out, part.array)
+
+
+def _added(out: Array, array: Array) -> None:
+    add_up(library_of(out), [out, array], out)
+
+
+def _copied(out: Array, array: Array) -> None:
+    by_rows(library_of(out), lambda new: new, out, array, name="copy")
 
 
 class Partials:
     """Two alternating arrays for weight gradients before their reduce-scatter.
 
-    With a fixed number of arrays, the memory does not depend on the speed of the network.
+    With a fixed number of arrays, the memory does not depend on the speed of the network. Memory of a recorded step is
+    not given back, because later steps write to the same addresses.
     """
 
     def __init__(self, grid: Grid):
         self._grid, self._turn = grid, 0
         self._tickets: list[Ticket | None] = [None] * IN_FLIGHT
         self._sums: list[Pending | None] = [None] * IN_FLIGHT
+        self._recorded: list[Ticket] = []
 
     def next_array(self, spec: TensorSpec, shape: tuple[int, int]) -> Array:
         """Return an array with arbitrary contents. It is reused after the collective that is passed to `busy`."""
@@ -149,11 +164,19 @@ class Partials:
             pending.wait()
         nbytes, library = shape[0] * shape[1] * itemsize(spec.dtype), spec.library
         if ticket is None or ticket.pool.memory != library.memory or ticket.flat.shape[0] < nbytes:
-            if ticket is not None:
+            if ticket is not None and not any(ticket is each for each in self._recorded):
                 self._grid.workspace.give(ticket)
             _, ticket = self._grid.workspace.take((nbytes,), "uint8", library)
         self._tickets[self._turn], self._sums[self._turn] = ticket, None
+        if self._grid.engine.recorder is not None and not any(ticket is each for each in self._recorded):
+            self._recorded.append(ticket)
         return library.view(ticket.flat, shape, spec.dtype)
+
+    def wait(self) -> None:
+        """Wait for the collectives that read the arrays."""
+        for pending in self._sums:
+            if pending is not None:
+                pending.wait()
 
     def busy(self, pending: Pending) -> None:
         """Reserve the last array of `next_array` until this collective is complete."""

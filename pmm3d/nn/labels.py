@@ -84,8 +84,11 @@ def check_weights(logits: Tensor, weight: Sequence[float] | np.ndarray | None) -
         class_weights = np.empty(0)
     if class_weights is None and not logits.grid.debug:
         return None
-    given = None if class_weights is None else class_weights.tolist()
-    with logits.grid.collective_call("cross_entropy", logits.shape[1], given):
+    given, recorder = None if class_weights is None else class_weights.tolist(), logits.grid.engine.recorder
+    with (
+        nullcontext() if recorder is None else recorder.paused(),  # a recorded step has constant weights
+        logits.grid.collective_call("cross_entropy", logits.shape[1], given),
+    ):
         if class_weights is not None and not (
             class_weights.shape == (logits.shape[1],)
             and np.isfinite(class_weights).all()

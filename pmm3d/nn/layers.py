@@ -10,7 +10,7 @@ from collections.abc import Callable
 from math import inf, isfinite
 from typing import Any
 
-from ..comm import Grid
+from ..comm import Grid, call
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, natural, real
 from ..layout.layout import layout_of, unit_of
@@ -164,6 +164,8 @@ class Linear(Module):
     ((5, 2), (3, 2))
     """
 
+    replays = True
+
     def __init__(
         self,
         grid: Grid,
@@ -296,6 +298,8 @@ class RMSNorm(Module):
     ['gain']
     """
 
+    replays = True
+
     def __init__(
         self,
         grid: Grid,
@@ -349,6 +353,8 @@ class LayerNorm(RMSNorm):
     ['gain', 'bias']
     """
 
+    replays = True
+
     def __init__(
         self,
         grid: Grid,
@@ -396,6 +402,8 @@ class Dropout(Module):
     array([[2., 0., 2., 0.]])
     """
 
+    replays, arguments = True, ("calls",)
+
     def __init__(self, grid: Grid, p: float = 0.5, seed: int | None = None):
         check_grid("Dropout", grid)
         self.grid, self.p, self.calls = grid, functional.check_probability("Dropout: p", p), 0
@@ -407,8 +415,11 @@ class Dropout(Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
+        call(self.grid.engine, self._count)
+        return functional.dropout(x, self.p, self.seed, lambda: self.calls)
+
+    def _count(self) -> None:
         self.calls += 1
-        return functional.dropout(x, self.p, self.seed, self.calls)
 
 
 def check_sizes(what: str, **sizes: Any) -> None:

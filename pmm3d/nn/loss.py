@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from ..arrays import Array
-from ..comm import Grid, Pending
+from ..comm import Grid, Pending, call
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
@@ -71,20 +71,30 @@ class WholeStep:
 
     def terms_of_mean(
         self, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None
-    ) -> tuple[float, float]:
-        """Number of labels of the step that count, or the sum of their weights, and the factor of the sum of their
-        terms in this batch. Collective in the first call with these arguments."""
+    ) -> Callable[[], tuple[float, float]]:
+        """Count the labels of the step in the first call with these arguments, which is collective.
+
+        Return the function that returns the number of labels that count, or the sum of their weights, and the factor of
+        the sum of their terms in this batch.
+        """
         targets = self._targets if len(self._targets) > 1 else [labels]
         if not any(labels is each for each in targets):
             raise Pmm3dError(
                 "cross_entropy: with several micro-batches, ignore_index and weight count the labels of the whole "
                 "step. Pass the labels that the loss is given, or train with one micro-batch"
             )
-        key = ignored, None if class_weights is None else class_weights.tobytes()
-        if len(targets) == 1 or key not in self._numbers:
+        key, weight = (ignored, None if class_weights is None else class_weights.tobytes()), self.weight
+
+        def count() -> None:
             self._numbers[key] = number_of_labels(self._grid, targets, ignored, class_weights)
-        number = self._numbers[key]
-        return number, 1 / ((number or 1) * self.weight) if self.weight else 0.0
+
+        def terms() -> tuple[float, float]:
+            number = self._numbers[key]
+            return number, 1 / ((number or 1) * weight) if weight else 0.0
+
+        if len(targets) == 1 or key not in self._numbers:
+            call(self._grid.engine, count)
+        return terms
 
     def terms(self, result: Tensor, rows: int) -> float | None:
         """Number of terms of a result, a mean: by default `rows`; None if it is no mean of terms of one kind."""
@@ -179,19 +189,29 @@ def _elementwise_loss(
     prediction = summed(prediction)
     spec, local, aligned = prediction.spec, prediction.shard, aligned_target(prediction, target)
     of_target, wide = aligned.spec if aligned.requires_grad else None, spec.accumulation
-    with computing(spec.grid, "loss", name=name):
-        difference = map_elementwise(wide, None, DIFFERENCE, local, aligned.shard)
-        own = array_namespace(difference).sum(map_elementwise(wide, None, term, difference))
     weight = _weight(prediction, spec.shape, reduction)
+    difference, value = wide.new(), wide.new((1, 1))
+
+    def forward(local: Array, target: Array, difference: Array, value: Array) -> None:
+        with computing(spec.grid, "loss", name=name):
+            map_elementwise(wide, None, DIFFERENCE, local, target, out=difference)
+            value[...] = array_namespace(difference).sum(map_elementwise(wide, None, term, difference)) * weight
+
+    def backward(gradient: Array, difference: Array, dx: Array, *of_target: Array) -> None:
+        with computing(spec.grid, "loss", name=name + " backward"):
+            map_elementwise(spec, None, slope, difference, _factor(spec, gradient, weight), out=dx)
+            for out in of_target:
+                map_elementwise(spec, None, operator.neg, dx, out=out)
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        with computing(spec.grid, "loss", name=name + " backward"):
-            dx = map_elementwise(spec, None, slope, difference, _factor(spec, gradient, weight))
-            return dx, map_elementwise(of_target, None, operator.neg, dx) if of_target else None
+        dx, other = spec.new(), of_target.new() if of_target else None
+        call(spec.grid.engine, backward, gradient, difference, dx, *([other] if of_target else []))
+        return dx, other
 
+    call(spec.grid.engine, forward, local, aligned.shard, difference, value)
     return _summed(
         (prediction, aligned),
-        own * weight,
+        value,
         rule,
         {f"{name}.difference": difference},
         prediction.layout.cols,
@@ -299,46 +319,68 @@ def cross_entropy(
         )
     _check_reduction("cross_entropy", reduction, ', or "sum_count"')
     logits, class_weights = summed(logits), check_weights(logits, weight)
-    spec, local = logits.spec, logits.shard
-    xp = array_namespace(local)
-    labelled = local_labels(logits, labels, ignore_index, class_weights)
-    largest, logarithm, chosen = _log_sum_exp(logits, labelled)
-    normalizer, row_weights = largest + logarithm, labelled.row_weights
-    losses = normalizer - chosen
-    if row_weights is not None:  # exp(logit - normalizer) becomes the weight times the probability, and exp(-inf) is 0
-        losses = xp.where(row_weights > 0, losses * row_weights, 0)
-        normalizer = xp.where(row_weights > 0, normalizer + labelled.offset, inf)
-    own, mean, step = xp.sum(losses), None, logits.tape.step
-    keep = {"cross_entropy.logits": logits, "cross_entropy.normalizer": normalizer[:, None], **labelled.kept}
-    share_of_rows, number = _weight(logits, spec.shape[:1], reduction), None
-    if reduction == "mean" and row_weights is not None and step is not None:
-        number, share_of_rows = step.terms_of_mean(labels, ignore_index, class_weights)
-        own = own if number else own * nan
-    elif reduction == "mean" and row_weights is not None:
-        mean, share_of_row = _weighted_mean(spec, own, row_weights)
-        if spec.library.on_host:
-            share_of_rows = float(share_of_row[0, 0])
-        else:
-            keep["cross_entropy.number"] = share_of_row
+    spec, xp = logits.spec, array_namespace(logits.shard)
+    value, found, latest = spec.accumulation.new((1, 1)), dict[str, Any](), list[Any]()
 
-    def rule(
-        gradient: Array, local: Array, normalizer: Array, rows: Array, columns: Array, *of_device: Array
-    ) -> tuple[Array]:
+    def forward(local: Array, value: Array) -> None:
+        """Set `value` to the sum of the terms of this rank's rows. `found` gets the arrays that the rule needs."""
+        logits = Tensor(spec.matrix(local))
+        labelled = local_labels(logits, labels, ignore_index, class_weights)
+        largest, logarithm, chosen = _log_sum_exp(logits, labelled)
+        normalizer, row_weights = largest + logarithm, labelled.row_weights
+        losses = normalizer - chosen
+        if row_weights is not None:  # exp(logit - normalizer): the weight times the probability, and exp(-inf) is 0
+            losses = xp.where(row_weights > 0, losses * row_weights, 0)
+            normalizer = xp.where(row_weights > 0, normalizer + labelled.offset, inf)
+        value[...] = xp.sum(losses) * (factors[0] if row_weights is None else 1)
+        found.update({"cross_entropy.normalizer": normalizer[:, None], **labelled.kept}, row_weights=row_weights)
+        latest[:] = [each for name, each in found.items() if name != "row_weights"]
+
+    def divide(value: Array) -> None:
+        """Divide the sum of the terms by the number of labels that count. Change `factors` accordingly."""
+        if terms is not None:
+            number, factors[0] = terms()
+            value[...] = value * (factors[0] if number else nan)
+            return
+        value[...], share_of_row = _weighted_mean(spec, value[0, 0], found["row_weights"])
+        if spec.library.on_host:
+            factors[0] = float(share_of_row[0, 0])
+        else:
+            found["cross_entropy.number"] = share_of_row
+
+    engine, factors, step = spec.grid.engine, [_weight(logits, spec.shape[:1], reduction)], logits.tape.step
+    divides, terms = reduction == "mean" and (ignore_index is not None or class_weights is not None), None
+    call(engine, forward, logits.shard, value)
+    if divides:
+        terms = None if step is None else step.terms_of_mean(labels, ignore_index, class_weights)
+        call(engine, divide, value)
+    del found["row_weights"]
+    keep = {"cross_entropy.logits": logits, **found}
+    if engine.recorder is None:
+        latest.clear()  # the tape may pack the arrays
+
+    def backward(gradient: Array, local: Array, dx: Array) -> None:
+        normalizer, rows, columns, *of_device = latest
         inside, *number = of_device or (1,)
-        factor = _factor(spec, gradient, *number or (share_of_rows,))
+        factor = _factor(spec, gradient, *number or factors)
         with computing(spec.grid, "loss", PER_ELEMENT * prod(spec.local_shape), "cross_entropy backward"):
-            dx = map_elementwise(spec, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor)
+            map_elementwise(spec, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor, out=dx)
             if local.shape[1]:
                 picked = xp.exp(
                     spec.library.astype(local[rows, columns], spec.accumulation.dtype) - normalizer[rows, 0]
                 )
                 slope = (factor * (picked - inside)).reshape(-1)
                 dx[rows, columns] = spec.library.astype(slope, spec.dtype)
+
+    def rule(gradient: Array, local: Array, *others: Array) -> tuple[Array]:
+        dx, latest[:] = spec.new(), others
+        call(spec.grid.engine, backward, gradient, local, dx)
         return (dx,)
 
-    if mean is not None:
-        return logits.from_op(mean, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
-    return _summed((logits,), own * share_of_rows, rule, keep, (), reduction == "mean" and row_weights is None, number)
+    if divides and terms is None:
+        return logits.from_op(value, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
+    number = None if terms is None else terms()[0]
+    return _summed((logits,), value, rule, keep, (), reduction == "mean" and not divides, number)
 
 
 def _weighted_mean(spec: TensorSpec, own: Array, row_weights: Array) -> tuple[Array, Array]:
@@ -377,7 +419,7 @@ def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
 
 def _summed(
     parents: Sequence[Tensor],
-    own: Array,
+    value: Array,
     rule: Rule,
     keep: Mapping[str, Any],
     axes: Iterable[str],
@@ -389,8 +431,7 @@ def _summed(
     of_rows: whether it is a mean over all rows; otherwise a mean of `number` terms, or a sum.
     """
     like = parents[0]
-    value, tape = like.spec.accumulation.filled(0).local, like.tape
-    value[...] = own
+    tape = like.tape
     sums, pending = (*like.layout.rows, *axes), list[Pending]()
     if tape.summing:
         with like.grid.ledger.phase("loss"):

@@ -18,6 +18,7 @@ from ..product import DistMatrix
 from ..product.constructors import Library
 from .contexts import no_grad
 from .dry import Facts, dry_grid
+from .gradient_buffer import GradientBuffer
 from .module_values import check_state, gathered, matrix_for
 from .parameter import Parameter, of_stages
 from .tape import Tape
@@ -103,6 +104,11 @@ class Module:
             elif callable(part):
                 yield title + getattr(part, "__name__", type(part).__name__)
 
+    replays = False
+    """Whether `forward` of this very class carries out the same instructions in each call (`nn.replay`)."""
+    arguments: tuple[str, ...] = ()
+    """Names of attributes that are no facts, because instructions read them when they run."""
+
     def __call__(self, *inputs: Tensor | DistMatrix, **options: Any) -> Any:
         """Result of `forward` for these tensors or matrices. options: further arguments of `forward`."""
         tensors = [as_tensor(x) for x in inputs]
@@ -117,6 +123,14 @@ class Module:
     def parent_grid(self) -> Grid:
         """The grid of all ranks that hold a part of the network: `grid`, except in a `Pipeline`."""
         return self.grid
+
+    def _facts(self) -> list[Any]:
+        """What the instructions of `forward` depend on (`replay`)."""
+        return [value for name, value in vars(self).items() if name not in ("_replays", *type(self).arguments)]
+
+    def _gradient_buffers(self) -> list[tuple[str, GradientBuffer]]:
+        """(name of the parameter, its gradient)."""
+        return [(each.name, each.grad_buffer) for each in self.parameters()]
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the result of the module. A subclass defines this method; users call the module."""
@@ -370,7 +384,7 @@ class Module:
     def set_random_state(self, state: dict[str, int]) -> None:
         """Set the numbers of calls of layers with random numbers."""
         for name, module in self.named_modules():
-            if name in state:
+            if name in state and hasattr(module, "calls"):  # a Recompute has the name of its part
                 module.calls = state[name]
 
     @property

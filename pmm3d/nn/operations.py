@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from ..arrays import Array
+from ..comm import call
 from ..errors import LayoutError
 from ..layout import Layout, offsets
 from ..product import DistMatrix
 from .arithmetic import sums_to
-from .compute import check_type, computing, sums_along
+from .compute import check_type, computing, local_results, sums_along
 from .elementwise import TIMES, Elementwise, map_elementwise
 from .statistics import as_column_or_row, begin_sum, log_sum_exp, share, sum_over
 from .tensor import Tensor, as_tensor, relayout, results_of, summed
@@ -89,15 +90,18 @@ def _summed(name: str, x: Tensor, dim: int | None, factor: float) -> Tensor:
     spec, shape = x.spec, (x.shape[0] if dim == 1 else 1, x.shape[1] if dim == 0 else 1)
     with computing(spec.grid, "statistics", name=name):
         own = sums_to(shape, spec, x.shard)
-        result = spec.like(shape, own.layout.summed)
-        out = map_elementwise(result, None, TIMES, own.array, factor)
+    result = spec.like(shape, own.layout.summed)
+    out = map_elementwise(result, name, TIMES, own.array, factor)
     with spec.grid.ledger.phase(name):
         pending = begin_sum(spec.grid, out, (*x.layout.sums, *own.layout.sums))
 
-    def rule(gradient: Array) -> tuple[Array]:
-        dx = spec.new()
+    def backward(dx: Array, gradient: Array) -> None:
         with spec.grid.ledger.passing(name + " backward"):
             dx[...] = map_elementwise(result, None, TIMES, gradient, factor)
+
+    def rule(gradient: Array) -> tuple[Array]:
+        dx = spec.new()
+        call(spec.grid.engine, backward, dx, gradient)
         return (dx,)
 
     return x.from_op(out, (x,), rule, shape=shape, layout=result.layout, pending=pending[-1] if pending else None)
@@ -170,18 +174,24 @@ def _normalized(
     """value(x, largest, logarithm of the sum of exp(x - largest)), with slope(gradient, result, sum of the terms)."""
     x = summed(as_tensor(x))
     _check(name, x, dim)
-    spec, local = x.spec, x.shard
-    with spec.grid.ledger.phase(name):
-        largest, logarithm, _ = log_sum_exp(spec, local, dim, name)
-    out = map_elementwise(spec, name, value, local, as_column_or_row(largest, dim), as_column_or_row(logarithm, dim))
+    spec, local, backward = x.spec, x.shard, name + " backward"
+
+    def statistics(local: Array) -> tuple[Array, Array]:
+        with spec.grid.ledger.phase(name):
+            largest, logarithm, _ = log_sum_exp(spec, local, dim, name)
+        return as_column_or_row(largest, dim), as_column_or_row(logarithm, dim)
+
+    out = map_elementwise(spec, name, value, local, *local_results(spec.grid, statistics, local))
+
+    def sums(gradient: Array, out: Array) -> Array:
+        with computing(spec.grid, "elementwise", name=backward):
+            own = sums_along(gradient if term is None else map_elementwise(spec, None, term, gradient, out), dim)
+        with spec.grid.ledger.phase(name):
+            return as_column_or_row(sum_over(spec.grid, own, (spec.layout.rows, spec.layout.cols)[dim]), dim)
 
     def rule(gradient: Array, out: Array) -> tuple[Array]:
-        backward = name + " backward"
-        with computing(spec.grid, "elementwise", name=backward):
-            sums = sums_along(gradient if term is None else map_elementwise(spec, None, term, gradient, out), dim)
-        with spec.grid.ledger.phase(name):
-            sums = as_column_or_row(sum_over(spec.grid, sums, (spec.layout.rows, spec.layout.cols)[dim]), dim)
-        return (map_elementwise(spec, backward, slope, gradient, out, sums),)
+        of_terms = local_results(spec.grid, sums, gradient, out)
+        return (map_elementwise(spec, backward, slope, gradient, out, of_terms),)
 
     return x.from_op(out, (x,), rule, keep={f"{name}.output": out})
 
@@ -276,26 +286,33 @@ def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> 
     spec, (rows, cols), (row_unit, held) = x.spec, x.shape, x.layout.units
     count = held // unit if isinstance(held, int) else 1
     here = spec.local_shape[0], spec.local_shape[1] // unit
-    parts, made = x.shard.reshape(*here, unit), list[DistMatrix]()
-    with spec.grid.ledger.passing(name):
-        for start, stop in ranges:
-            units = row_unit, max(1, count * (stop - start))
-            layout = Layout(spec.layout.rows, spec.layout.cols, spec.layout.sums, units)
-            part = spec.like((rows, cols // unit * (stop - start)), layout)
-            made.append(part.matrix(part.new()))
-            made[-1].local.reshape(*here, stop - start)[...] = parts[:, :, start:stop]
+    made = list[DistMatrix]()
+    for start, stop in ranges:
+        units = row_unit, max(1, count * (stop - start))
+        layout = Layout(spec.layout.rows, spec.layout.cols, spec.layout.sums, units)
+        part = spec.like((rows, cols // unit * (stop - start)), layout)
+        made.append(part.matrix(part.new()))
     covered = sum_of(stop - start for start, stop in ranges)
 
-    def rule(*gradients: Array | None) -> tuple[Array]:
-        dx = spec.new()
+    def forward(local: Array, *parts: Array) -> None:
+        with spec.grid.ledger.passing(name):
+            for (start, stop), part in zip(ranges, parts):
+                part.reshape(*here, stop - start)[...] = local.reshape(*here, unit)[:, :, start:stop]
+
+    def backward(dx: Array, *gradients: Array | None) -> None:
         with spec.grid.ledger.passing(name + " backward"):
             if covered < unit or any(gradient is None for gradient in gradients):
                 dx[...] = 0
             for (start, stop), gradient in zip(ranges, gradients):
                 if gradient is not None:
                     dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, stop - start)
+
+    def rule(*gradients: Array | None) -> tuple[Array]:
+        dx = spec.new()
+        call(spec.grid.engine, backward, dx, *gradients)
         return (dx,)
 
+    call(spec.grid.engine, forward, x.shard, *(part.local for part in made))
     return results_of(made, (x,), rule)
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from math import inf, isfinite, prod, sqrt
 from numbers import Real
+from operator import itemgetter
 from typing import Any
 
 from ..arrays import Array, by_rows, library_of
@@ -22,8 +23,8 @@ from .layers import Linear
 from .learning_rate import Cosine, Schedule, Step
 from .loss_scale import LossScale
 from .module import Module
-from .optimizer import FLAG, Group, Optimizer, Option, Options, Parameters
-from .optimizer_state import Shard, StateForm
+from .optimizer import FLAG, Batch, Group, Optimizer, Option, Options, Parameters, Slice
+from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm
 from .parameter import Parameter
 
 __all__ = [
@@ -106,8 +107,12 @@ class SGD(Optimizer):
         if options["nesterov"] and not options["momentum"]:
             raise Pmm3dError("SGD: nesterov needs a momentum above 0; got 0")
 
+    def _update_slices(self, slices: Sequence[Slice]) -> None:
+        if type(self).update is not SGD.update or not fused.sgd(library_of(slices[0][0]), slices):
+            super()._update_slices(slices)
+
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
-        if fused.sgd(weight, gradient, state, options):
+        if fused.sgd(library_of(weight), [(weight, gradient, state, options)]):
             return
         momentum, decay = options["momentum"], options["weight_decay"]
         if decay:
@@ -178,11 +183,16 @@ class Adam(Optimizer):
     ):
         super().__init__(parameters, lr, betas=betas, eps=eps, **options)
 
+    def _update_slices(self, slices: Sequence[Slice]) -> None:
+        if type(self).update is not Adam.update or not fused.adam(library_of(slices[0][0]), slices, self.decoupled):
+            super()._update_slices(slices)
+
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
-        if fused.adam(weight, gradient, state, options, self.decoupled):
+        library = library_of(weight)
+        if fused.adam(library, [(weight, gradient, state, options)], self.decoupled):
             return
-        (first, second), lr, decay, step = (options[name] for name in ("betas", "lr", "weight_decay", "step"))
-        (mean, square), xp = state, library_of(weight).xp
+        (first, second), lr, decay, step = itemgetter("betas", "lr", "weight_decay", "step")(options)
+        (mean, square), xp = state, library.xp
         if self.decoupled and decay:
             weight *= 1 - lr * decay
         elif decay:
@@ -386,35 +396,39 @@ class Muon(AdamW):
             super().step(check=check, factor=factor)
         self._before = now
 
-    def _options_of(self, parameter: Parameter, group: Group) -> Options:
+    def _options_of(self, part: Part, group: Group) -> Options:
         """Options as in the base class, with "use_muon" False for vectors."""
-        use_muon = bool(group["use_muon"]) and not parameter.is_vector
-        return {**super()._options_of(parameter, group), "use_muon": use_muon}
+        return {**super()._options_of(part, group), "use_muon": bool(group["use_muon"]) and not part.is_vector}
 
     def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
-        return dict.fromkeys(MATRIX if options["use_muon"] else VECTOR, StateForm())
+        return dict.fromkeys(MATRIX if options["use_muon"] else VECTOR, LIKE_WEIGHT)
 
-    def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
-        if not options["use_muon"]:
-            super()._change(parameter, options, factor)
-            return
-        direction = self._direction(parameter, options, factor)
+    def _change(self, batch: Batch, factor: float) -> None:
+        if vectors := [each for each in batch if not each[1]["use_muon"]]:
+            super()._change(vectors, factor)
+        for part, options in batch:
+            if options["use_muon"]:
+                self._change_matrix(part, options, factor)
+
+    def _change_matrix(self, part: Part, options: Options, factor: float) -> None:
+        """Update a matrix with its gradient times a factor."""
+        direction, parameter = self._direction(part, options, factor), part.parameter
         split = direction.layout != parameter.layout
         matrix = direction.redistribute(parameter.layout) if split else direction
         with self.grid.ledger.passing(self._pass_name):
             newton_schulz(matrix, [tuple(options["ns_coefficients"])] * options["ns_steps"], out=matrix)
         if split:
             matrix.redistribute(direction.layout, out=direction)
-        with computing(self.grid, "update", PER_ELEMENT * prod(direction.local.shape)):
+        with computing(self.grid, "update", PER_ELEMENT * part.size):
             scale = _scale(*parameter.shape, options["adjust_lr_fn"])
-            self._apply(parameter, direction.local.reshape(-1), [], options, scale)
+            self._apply([(part, options, direction.local.reshape(-1), ())], scale)
 
-    def _direction(self, parameter: Parameter, options: Options, factor: float) -> DistMatrix:
+    def _direction(self, part: Part, options: Options, factor: float) -> DistMatrix:
         """Add the gradient to the momentum. Return the direction, in work memory."""
-        library, types, decay = parameter.library, parameter.precision, options["momentum"]
-        momentum = self._states(parameter, options)["momentum"]
+        library, types, decay = part.library, part.types, options["momentum"]
+        momentum = self._states(part, options)["momentum"]
         shape = tuple(momentum.shape)
-        gradient = self._gradient(parameter).reshape(shape)
+        gradient = part.gradient().reshape(shape)
         made = self.grid.workspace.array(shape, types.master, library)
         fresh = (1 - decay) * factor
 
@@ -429,7 +443,7 @@ class Muon(AdamW):
                 by_rows(library, taken, made, momentum, gradient, name=self._pass_name)
             else:
                 by_rows(library, lambda same: same, made, momentum, name=self._pass_name)
-        return DistMatrix(self.grid, made, parameter.shape, self._layout(parameter))
+        return DistMatrix(self.grid, made, part.parameter.shape, part.layout)
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
         if not options["use_muon"]:

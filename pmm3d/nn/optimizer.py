@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf, prod
+from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from ..action import UPDATE
 from ..arrays import Array, dtype_named, parallel_rows
-from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError, hint
-from ..layout import Layout, offsets
+from ..layout import itemsize
 from ..product import DistMatrix
-from .compute import PER_ELEMENT, computing
+from .compute import computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
 from .module import Module
-from .optimizer_state import Shard, StateForm, state_name
+from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, state_name
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -26,6 +25,12 @@ Group = dict[str, Any]
 Options = Mapping[str, Any]
 """Options of a parameter in a step: the options of its group, and "step", the number of its updates with this one."""
 Parameters = Iterable[Parameter] | Iterable[Mapping[str, Any]]
+Batch = list[tuple[Part, Options]]
+"""Parameters that are updated together, with their options."""
+Change = tuple[Part, Options, Array, Iterable[Array]]
+"""A parameter, its options, its gradient as a flat array, and its states."""
+Slice = tuple[Array, Array, Sequence[Array], Options]
+"""Arguments of `Optimizer.update`."""
 SHARDED = "states", "gradients"
 """Arrays that can be sharded over data: states (ZeRO-1) and gradients (ZeRO-2)."""
 
@@ -184,6 +189,7 @@ class Optimizer:
         self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
         self.steps, self.steps_without_grad, self._noted = 0, Counter[Parameter](), 0
         self._state: dict[Parameter, dict[str, Array]] = {}
+        self._parts: dict[Parameter, Part] = {}
         if shard_over_data not in (False, True, *SHARDED):
             raise Pmm3dError(
                 f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
@@ -239,6 +245,7 @@ class Optimizer:
         parameters, had = [each for group in self.groups for each in group["params"]], set(self._parameters)
         self._check_parameters(parameters)
         self._parameters = parameters
+        self._parts.clear()
         self.grid, self.parent_grid = parameters[0].grid, parameters[0].parent_grid
         self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
         for parameter in parameters:
@@ -311,14 +318,18 @@ class Optimizer:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
         if check:
             check_finite(self.gradient_norm())
-        filled, gathers = set(self._with_gradient()), []
+        filled, gathers = self._with_gradient(), list[Pending]()
         self.steps += 1
-        self.steps_without_grad.update(parameter for parameter in self.parameters if parameter not in filled)
+        if len(filled) < len(self._parameters):
+            self.steps_without_grad.update({*self._parameters}.difference(filled))
         with self.grid.ledger.phase("optimizer"):
-            for parameter, options in self._options().items():
-                if parameter in filled:
-                    self._change(parameter, options, factor)
-                    gathers += self._all_gather(parameter)
+            for batch in self._batches():
+                try:
+                    self._change(batch, factor)
+                finally:  # after an error, too: some parameters have changed
+                    for part, _ in batch:
+                        part.parameter.version += 1
+                gathers += [part.all_gather() for part, _ in batch if part.is_split]
             for gather in gathers:
                 gather.wait()
         for parameter in filled:
@@ -348,31 +359,48 @@ class Optimizer:
         self.steps_without_grad.update(self.parameters)
         self.zero_grad()
 
-    def _all_gather(self, parameter: Parameter) -> list[Pending]:
-        """After an update of a parameter, begin to all-gather the parts that the ranks along data updated."""
-        parameter.version += 1
-        if not self._splits(parameter):
-            return []
-        own, gathered = self._own(parameter, parameter.shard), parameter.shard.reshape(-1)
-        return [self.grid.data._all_gather_into(own, gathered, parameter.grad_buffer.counts("data"))]
+    def _part(self, parameter: Parameter) -> Part:
+        """What this rank updates of a parameter."""
+        part = self._parts.get(parameter)
+        if part is None or part.spec is not parameter.spec:
+            part = self._parts[parameter] = Part(parameter, self._splits(parameter))
+        return part
+
+    def _batches(self) -> list[Batch]:
+        """Parameters with a gradient, with their options in the current step. A batch has options that differ in "step"
+        only, and few elements. All ranks make the same batches. A parameter whose parts are gathered afterwards is a
+        batch of its own."""
+        batches, before, size = list[Batch](), None, 0
+        for group in self.groups:
+            for parameter in group["params"]:
+                if parameter.grad_buffer.layout is not None:
+                    part = self._part(parameter)
+                    options = self._options_of(part, group)
+                    alike = id(group), options["weight_decay"], part.library, part.types.master
+                    most = parameter.grad_buffer.largest // itemsize(parameter.grad_buffer.spec.dtype)
+                    if part.is_split or alike != before or size + most > part.slice_size:
+                        batches.append([])
+                        before, size = None if part.is_split else alike, 0
+                    batches[-1].append((part, options))
+                    size += most
+        return batches
 
     def _options(self) -> dict[Parameter, Options]:
         """Options of each parameter in the current step."""
-        return {parameter: self._options_of(parameter, group) for group in self.groups for parameter in group["params"]}
+        return {each: self._options_of(self._part(each), group) for group in self.groups for each in group["params"]}
 
-    def _options_of(self, parameter: Parameter, group: Group) -> Options:
+    def _options_of(self, part: Part, group: Group) -> Options:
         """Return the options of a parameter of this group in the current step."""
-        spared = parameter.is_vector and not group["decay_vectors"]
         return {
             **group,
-            "weight_decay": 0.0 if spared else group["weight_decay"],
-            "step": self.steps - self.steps_without_grad[parameter],
+            "weight_decay": 0.0 if part.is_vector and not group["decay_vectors"] else group["weight_decay"],
+            "step": self.steps - self.steps_without_grad.get(part.parameter, 0),
         }
 
     def zero_grad(self) -> None:
         """Drop the gradients. `step` does so, too."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        parameters = self.parameters
+        parameters[0].tape.parallel.gradients.forget(*[each.grad_buffer for each in parameters])
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
         """Change a slice of a weight and of its state arrays, in place.
@@ -418,7 +446,7 @@ class Optimizer:
         options : mapping
             Options of its group.
         """
-        return dict.fromkeys(self.state_names, StateForm())
+        return dict.fromkeys(self.state_names, LIKE_WEIGHT)
 
     @classmethod
     def groups_of(cls, network: Module) -> Parameters:
@@ -431,10 +459,11 @@ class Optimizer:
 
     def _own_squares(self) -> dict[Parameter, Any]:
         """Terms of `_local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
-        here, squares = self.grid.shape.position(self.grid.rank), dict[Parameter, Any]()
+        squares = dict[Parameter, Any]()
         for parameter in self._with_gradient():
-            own, counts = self._gradient(parameter), parameter.in_norm and self._layout(parameter).is_first(here)
-            squares[parameter] = parameter.library.square_sum(own) if counts else 0.0
+            part = self._part(parameter)
+            own, counts = part.gradient(), parameter.in_norm and part.is_first
+            squares[parameter] = part.library.square_sum(own) if counts else 0.0
         return squares
 
     def _non_finite(self) -> str:
@@ -473,7 +502,8 @@ class Optimizer:
 
     def _with_gradient(self) -> list[Parameter]:
         """Wait for the sums of gradients. Return the parameters with a gradient. Raises Pmm3dError for missing sums."""
-        for parameter in self.parameters:
+        parameters = self.parameters
+        for parameter in parameters:
             buffer = parameter.grad_buffer
             if buffer.failed or buffer.is_open or buffer.queues:
                 raise Pmm3dError(
@@ -482,37 +512,35 @@ class Optimizer:
                     "no_sync, and queues of defer_weights must be drained. After a backward pass that "
                     "ended with an error, call zero_grad()"
                 )
-        for parameter in self.parameters:
-            parameter.grad_buffer.wait()
-        return [parameter for parameter in self.parameters if parameter.grad_buffer.layout is not None]
+        for parameter in parameters:
+            if parameter.grad_buffer.pending is not None:
+                parameter.grad_buffer.wait()
+        return [parameter for parameter in parameters if parameter.grad_buffer.layout is not None]
 
-    def _gradient(self, parameter: Parameter) -> Array:
-        """This rank's part of the summed gradient in the layout of the state, as a flat array."""
-        return parameter.grad_buffer.in_layout(self._layout(parameter)).reshape(-1)
-
-    def _change(self, parameter: Parameter, options: Options, factor: float) -> None:
-        """Update a parameter with its gradient times a factor."""
-        gradient, states = self._gradient(parameter), self._states(parameter, options)
+    def _change(self, batch: Batch, factor: float) -> None:
+        """Update parameters with their gradients times a factor."""
         if type(self).update_shard is not Optimizer.update_shard:
-            self._apply_to_shard(parameter, gradient, states, options, factor)
+            for part, options in batch:
+                self._apply_to_shard(part, options, factor)
             return
-        with computing(self.grid, "update", PER_ELEMENT * prod(parameter.spec.local_shape)):
-            self._apply(parameter, gradient, [*states.values()], options, factor)
+        changes, work = list[Change](), 0
+        for part, options in batch:
+            changes.append((part, options, part.gradient(), self._states(part, options).values()))
+            work += part.work
+        with computing(self.grid, "update", work):
+            self._apply(changes, factor)
 
-    def _apply_to_shard(
-        self, parameter: Parameter, gradient: Array, states: dict[str, Array], options: Options, factor: float
-    ) -> None:
+    def _apply_to_shard(self, part: Part, options: Options, factor: float) -> None:
         """Call `update_shard`. Round a master weight to the parameter's type."""
-        library, types, layout = parameter.library, parameter.precision, self._layout(parameter)
-        shape = layout.box(parameter.shape, self.grid.shape, self.grid.coords).shape
-        low = self._own(parameter, parameter.shard)
-        weight = parameter._master_in(layout).local if types.has_master else low.reshape(shape)
+        parameter, library, types, shape = part.parameter, part.library, part.types, part.shape
+        gradient, states, low = part.gradient(), self._states(part, options), part.stored()
+        weight = parameter._master_in(part.layout).local if part.has_master else low.reshape(shape)
         with self.grid.ledger.passing(self._pass_name):
             if library.dtype(gradient) != types.master:
                 gradient = library.astype(gradient, types.master)
             if factor != 1:
                 gradient *= factor
-            shard = Shard(weight, gradient.reshape(shape), {**states}, options, parameter, layout)
+            shard = Shard(weight, gradient.reshape(shape), {**states}, options, parameter, part.layout)
             self.update_shard(shard)
             before = {"weight": shard.weight, **shard.state}
             if replaced := [
@@ -522,7 +550,7 @@ class Optimizer:
                     f"{type(self).__name__}.update_shard: the array {replaced[0]} was replaced, so its change would be "
                     "lost: change it in place, as in array[...] = values"
                 )
-            if types.has_master:
+            if part.has_master:
                 low[...] = weight.reshape(-1)
 
     @property
@@ -530,49 +558,58 @@ class Optimizer:
         """Name of the passes over memory in a dry run."""
         return UPDATE + type(self).__name__.lower()
 
-    def _apply(
-        self, parameter: Parameter, gradient: Array, state: Sequence[Array], options: Options, factor: float
-    ) -> None:
-        """Call `update` on this rank's part of a parameter. Round a master weight to the parameter's type."""
-        library, types, state = parameter.library, parameter.precision, [array.reshape(-1) for array in state]
-        low = self._own(parameter, parameter.shard)
-        weight = parameter._master_in(self._layout(parameter)).local.reshape(-1) if types.has_master else low
-        if not library.has_data:
-            changed = [weight, *state, *([gradient] * (factor != 1))]
-            nbytes = sum(array.nbytes for array in (gradient, *changed, *changed, *[low] * types.has_master))
-            assert self.grid.dry_run is not None
-            self.grid.dry_run.passed(self._pass_name, round(self.passes * nbytes))
-            return
+    def _apply(self, changes: Sequence[Change], factor: float) -> None:
+        """Call `update` on this rank's parts of parameters. Round master weights to the parameters' types."""
+        slices, rounded = list[Slice](), list[tuple[Array, Array]]()
+        for part, options, gradient, states in changes:
+            low, state = part.stored(), [array.reshape(-1) for array in states]
+            weight = part.parameter._master_in(part.layout).local.reshape(-1) if part.has_master else low
+            if not part.library.has_data:
+                changed = [weight, *state, *([gradient] * (factor != 1))]
+                nbytes = sum(array.nbytes for array in (gradient, *changed, *changed, *[low] * part.has_master))
+                assert self.grid.dry_run is not None
+                self.grid.dry_run.passed(self._pass_name, round(self.passes * nbytes))
+            elif part.size > part.slice_size:
+                self._apply_in_slices(part, (weight, gradient, state, options), low, factor)
+            elif part.size:
+                slices.append((weight, _scaled(part, gradient, factor), state, options))
+                if part.has_master:
+                    rounded.append((low, weight))
+        try:
+            if slices:
+                self._update_slices(slices)
+        finally:
+            for low, weight in rounded:
+                low[...] = weight
+
+    def _apply_in_slices(self, part: Part, arrays: Slice, low: Array, factor: float) -> None:
+        """Call `update` on slices of this rank's part of a parameter."""
+        weight, gradient, state, options = arrays
 
         def change(chunk: slice) -> None:
-            part = gradient[chunk]
-            if library.dtype(part) != types.master:
-                part = library.astype(part, types.master)
-            if factor != 1:
-                part *= factor
-            self.update(weight[chunk], part, [array[chunk] for array in state], options)
-            if weight is not low:
+            own = _scaled(part, gradient[chunk], factor)
+            self.update(weight[chunk], own, [array[chunk] for array in state], options)
+            if part.has_master:
                 low[chunk] = weight[chunk]
 
-        parallel_rows(library, change, weight.shape, library.slice_elements or DEVICE_ELEMENTS)
+        parallel_rows(part.library, change, (part.size,), part.slice_size)
 
-    def _own(self, parameter: Parameter, array: Array) -> Array:
-        """The part that this rank updates, of an array with the shape of the parameter's shard, as a flat array."""
-        flat, index = array.reshape(-1), self.grid.data.index
-        if not self._splits(parameter):
-            return flat
-        return flat[slice(*offsets(parameter.grad_buffer.counts("data"))[index : index + 2])]
+    def _update_slices(self, slices: Sequence[Slice]) -> None:
+        """Call `update` on arrays of several parameters, whose options differ in "step" only."""
+        for each in slices:
+            self.update(*each)
 
-    def _states(self, parameter: Parameter, options: Options) -> dict[str, Array]:
+    def _states(self, part: Part, options: Options) -> dict[str, Array]:
         """This rank's parts of the states of a parameter. Initially zero."""
+        parameter = part.parameter
         held, forms = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
         if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
             self._check_forms(forms)
             for name, form in forms.items():
                 if name not in held:
-                    layout = form.layout(self._layout(parameter))
+                    layout = form.layout(part.layout)
                     shape = layout.box(form.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
-                    dtype = dtype_named(form.dtype) if form.dtype else parameter.precision.master
+                    dtype = dtype_named(form.dtype) if form.dtype else part.types.master
                     with self.grid.ledger.holding("state"):
                         held[name] = parameter.library.empty(shape, dtype)
                     held[name][...], parameter.has_state = 0, True
@@ -615,13 +652,13 @@ class Optimizer:
         """
         matrices, options = dict[str, DistMatrix](), self._options()
         for path, parameter in self._by_path(paths).items():
-            forms, layout = self.state_forms(parameter, options[parameter]), self._layout(parameter)
+            part, forms = self._part(parameter), self.state_forms(parameter, options[parameter])
             if parameter.requires_grad or parameter in self._state or _is_stored(path, forms, stored):
-                for name, array in self._states(parameter, options[parameter]).items():
-                    shape, form = forms[name].shape(parameter.shape), forms[name].layout(layout)
+                for name, array in self._states(part, options[parameter]).items():
+                    shape, form = forms[name].shape(parameter.shape), forms[name].layout(part.layout)
                     matrices[state_name(path, name)] = DistMatrix(self.grid, array, shape, form)
                 if parameter.precision.has_master:
-                    matrices[path] = parameter._master_in(layout)
+                    matrices[path] = parameter._master_in(part.layout)
         return matrices
 
     def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
@@ -675,12 +712,18 @@ class Optimizer:
                 )
         return named
 
-    def _layout(self, parameter: Parameter) -> Layout:
-        return parameter.grad_buffer.split_layout("data") if self._splits(parameter) else parameter.layout
-
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data updates only a part of the parameter."""
         return self.shard_over_data and "data" not in parameter.layout.splitting
+
+
+def _scaled(part: Part, gradient: Array, factor: float) -> Array:
+    """A gradient times a factor, in the type of the master weight. The gradient may be overwritten."""
+    if part.casts and part.library.dtype(gradient) != part.types.master:
+        gradient = part.library.astype(gradient, part.types.master)
+    if factor != 1:
+        gradient *= factor
+    return gradient
 
 
 def _is_stored(path: str, names: Collection[str], stored: Collection[str]) -> bool:

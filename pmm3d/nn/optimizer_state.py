@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from ..arrays import Array
+from ..arrays.numpy_library import DEVICE_ELEMENTS
+from ..comm import Pending
 from ..errors import Pmm3dError
-from ..layout import Layout
+from ..layout import Layout, offsets
 from ..layout.layout import layout_of
-from .compute import array_namespace, stacked
+from .compute import PER_ELEMENT, array_namespace, stacked
 from .parameter import Parameter
 from .statistics import sum_over
 
@@ -64,6 +67,57 @@ class StateForm(NamedTuple):
         """Layout of the state, if `of` is the layout of the part of a parameter that ranks update."""
         rows, cols = of.rows if self.rows is None else (), of.cols if self.cols is None else ()
         return layout_of(rows, cols, (), (of.units[0] if rows else 1, of.units[1] if cols else 1))
+
+
+LIKE_WEIGHT = StateForm()
+
+
+class Part:
+    """What this rank updates of a parameter: what depends on shapes, layouts and types only.
+
+    layout      layout of the gradient, of states and of the master weight
+    is_split    whether each rank along data updates another part
+    shape       rows and columns of this rank;   size   their product;   work   number of operations of an update
+    slice_size  largest number of elements in a call of `update`
+    is_first    whether this rank is the first of those that update these elements
+    casts       whether the gradient has another type than the weight that is updated
+    """
+
+    def __init__(self, parameter: Parameter, is_split: bool):
+        grid, buffer = parameter.grid, parameter.grad_buffer
+        self.parameter, self.spec, self.is_split = parameter, parameter.spec, is_split
+        self.library, self.types = parameter.library, parameter.precision
+        self.layout = buffer.split_layout("data") if is_split else parameter.layout
+        box = self.layout.box(parameter.shape, grid.shape, grid.coords)
+        self.shape, self.size, self.work = box.shape, prod(box.shape), PER_ELEMENT * prod(self.spec.local_shape)
+        self.slice_size = self.library.slice_elements or DEVICE_ELEMENTS
+        self.is_first = self.layout.is_first(grid.shape.position(grid.rank))
+        self.is_vector, self.has_master = parameter.is_vector, self.types.has_master
+        self.casts = self.types.gradient != self.types.master
+        self._counts, self._own, self._within = list[int](), None, None
+        if is_split:
+            self._counts, index = buffer.counts("data"), grid.data.index
+            self._own = slice(*offsets(self._counts)[index : index + 2])
+            self._within = box.within(parameter.box)
+
+    def gradient(self) -> Array:
+        """This rank's part of the summed gradient as a flat array, without waiting. Collective if the gradient has
+        another layout."""
+        buffer = self.parameter.grad_buffer
+        if buffer.layout is not self.layout:
+            return buffer.in_layout(self.layout).reshape(-1)
+        array = buffer.array
+        return (array if tuple(array.shape) == self.shape else array[self._within]).reshape(-1)
+
+    def stored(self) -> Array:
+        """This rank's part of the parameter as a flat array, which may be written to."""
+        value = self.parameter._value
+        flat = (value._memory if value._base is None else value.local).reshape(-1)
+        return flat if self._own is None else flat[self._own]
+
+    def all_gather(self) -> Pending:
+        """Begin to all-gather the parts that the ranks along data updated."""
+        return self.parameter.grid.data._all_gather_into(self.stored(), self.parameter.shard.reshape(-1), self._counts)
 
 
 @dataclass

@@ -30,6 +30,7 @@ class BackwardSync:
 
     overlap    all ranks may replace it between steps
     deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
+    proposal   number that the agreement of a step sums over all ranks (`Replays`);   proposals   the last sum
     digest     16-bit checksum of the parameters that all backward passes used, and of the scales of their losses
 
     defers_agreement   whether the caller compares `digest` before the gradients are used, and calls `explain` if it
@@ -41,6 +42,7 @@ class BackwardSync:
         self.deferred: Callable[[Leaf, Contribution], None] | None = None
         self.defers_agreement = False
         self.digest = self.passes = 0
+        self.proposal = self.proposals = 0.0
         self._recent = deque[tuple[Uses, float | None, str]](maxlen=REMEMBERED)
         self._known = set[str]()
 
@@ -111,8 +113,7 @@ class BackwardSync:
             (f"{leaf.name or 'a tensor'} ({leaf.shape[0]} x {leaf.shape[1]})", times) for leaf, times in uses.items()
         ]
         text = f"{problem}{used}"
-        self._recent.append((used, scale, problem))
-        self.digest = crc32(f"{self.digest} {scale} {text}".encode()) & 0xFFFF
+        self.note_pass(used, scale, problem)
         if text in self._known and not problem and (self.defers_agreement or not sync):
             return None
         compared = self.grid._compared("backward", text, scale, self.digest)
@@ -128,6 +129,15 @@ class BackwardSync:
             self._recent.clear()
 
         return conclude
+
+    def note_pass(self, used: Uses, scale: float | None, problem: str = "") -> None:
+        """Include a backward pass in the digest."""
+        self._recent.append((used, scale, problem))
+        self.digest = crc32(f"{self.digest} {scale} {problem}{used}".encode()) & 0xFFFF
+
+    def last_passes(self, number: int) -> list[tuple[Uses, float | None, str]]:
+        """The last backward passes, for `note_pass`: fewer, if not so many are remembered."""
+        return [*self._recent][-number:] if number else []
 
     def explain(self) -> None:
         """Raise the DisagreementError of the backward passes since the last comparison, on every rank. Collective."""

@@ -28,6 +28,7 @@ class Parameter(Tensor):
     ----------
     value : DistMatrix
         The values, in any layout without partial sums. A weight has rows over y, sharded over z, and columns over x.
+        Values that are stored by columns, such as a transposed view, are copied.
     precision : Precision or None
         Types of the values, the gradient and the master weight. Default: the type of `value`.
 
@@ -83,6 +84,8 @@ class Parameter(Tensor):
                 f"a Parameter must not have partial sums, got {value.layout}: "
                 "Parameter(value.redistribute(value.layout.summed))"
             )
+        if value.order != "C":  # optimizers change rows in place
+            value = DistMatrix(value.grid, value.library.copy(value.local), value.shape, value.layout)
         self.precision = precision or Precision.named(value.dtype)
         self.precision._check(value.library)
         if self.precision.compute != value.dtype:

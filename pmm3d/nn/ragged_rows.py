@@ -76,6 +76,8 @@ def ragged(
                     f"ragged: the array has {local.shape[0]} rows on rank {grid.rank}, and the tensor of "
                     f"rows= has {rows.here}"
                 )
+    if grid.engine.recorder is not None:
+        grid.engine.recorder.refuse("the numbers of ragged rows may change")
     number: Any = RaggedRows(local.shape[0]) if rows is None else rows
     value = DistMatrix(grid, local, (number, columns), layout)
     if tuple(local.shape) != value.box.shape:

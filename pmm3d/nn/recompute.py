@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
+from ..comm import call
 from ..errors import Pmm3dError
 from ..layout import Layout
 from .compute import override
@@ -80,6 +81,8 @@ class Recompute(Module):
     ['weight', 'bias']
     """
 
+    replays = True
+
     def __init__(self, module: Module):
         self.grid, self.module = module.grid, module
 
@@ -115,10 +118,14 @@ class Recompute(Module):
 
     def _mode(self) -> Mode:
         """Return the state on which a forward pass depends, besides its inputs and parameters."""
-        return self.module.random_state(), {module: module.training for _, module in self.module.named_modules()}
+        state = self.module.random_state()
+        if state:
+            call(self.grid.engine, lambda: state.update(self.module.random_state()))
+        return state, {module: module.training for _, module in self.module.named_modules()}
 
     def _set_mode(self, mode: Mode) -> None:
-        self.module.set_random_state(mode[0])
+        if mode[0]:
+            call(self.grid.engine, self.module.set_random_state, mode[0])
         for module, training in mode[1].items():
             module.training = training
 

@@ -75,7 +75,7 @@ class Tape:
         self.placed: set[Any] | None = None
         self.has_warned = False
         self.inspect: Callable[[Any, Any], None] | None = None
-        self.pack: Callable[[str, Any], Any] = lambda name, array: array
+        self.pack: Callable[[str, Any], Any] = _as_it_is
         self.unpack: Callable[[Any], Any] = lambda packed: packed
         self.numbers = count()
 
@@ -91,6 +91,11 @@ class Tape:
             grid.attached[cls] = cls(grid)
         return grid.attached[cls]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether arrays are kept as they are, and all operations are recorded."""
+        return self.pack is _as_it_is and self.recording and self.keeping
+
     def set(self, **values: Any) -> AbstractContextManager[None]:
         """Context that replaces attributes of the tape.
 
@@ -100,6 +105,10 @@ class Tape:
             Attributes and their values.
         """
         return override(self, **values)
+
+
+def _as_it_is(name: str, array: Any) -> Any:
+    return array
 
 
 class Saved:

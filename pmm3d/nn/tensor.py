@@ -10,7 +10,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from ..arrays import Array
-from ..comm import Pending
+from ..comm import Pending, assign
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import LOW_PRECISION, Box, Layout
 from ..product import DistMatrix
@@ -239,7 +239,7 @@ class Tensor(Uncompared):
             if given.layout != self.layout.summed:
                 return given.redistribute(self.layout.summed).local
             start = self.spec.new()
-            start[...] = as_tensor(given).shard
+            assign(self.grid.engine, start, as_tensor(given).shard)
             return start
         if self.shape != (1, 1):
             raise LayoutError(
@@ -252,7 +252,7 @@ class Tensor(Uncompared):
                 'from nn.cast(x, "float32")'
             )
         one = self.spec.new()
-        one[...] = scale
+        assign(self.grid.engine, one, scale)
         return one
 
     def _check_start(self, gradient: Any) -> None:
@@ -282,7 +282,12 @@ class Tensor(Uncompared):
         """Add a part of the gradient."""
         gradient = relayout_gradient(self.spec, part).wait()
         if self.grad is None:
-            gradient = self.library.copy(gradient)
+            part = gradient
+            if self.grid.engine.recorder is None:
+                gradient = self.library.copy(part)
+            else:
+                gradient = self.spec.new()
+                assign(self.grid.engine, gradient, part)
         else:
             gradient = map_elementwise(self.spec, "add", plus, self.grad.local, gradient)
         self.grad = DistMatrix(self.grid, gradient, self.shape, self.layout.summed)
@@ -445,9 +450,10 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
         return x
     with x.grid.ledger.phase("relayout"):
         local = relayout_array(x.grid, x.shard, x.shape, x.layout, layout).wait()
-    return x.from_op(
-        x.library.as_input(local), (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout
-    )
+    if not x.library.is_contiguous(local):
+        part, local = local, x.spec.new(tuple(local.shape))
+        assign(x.grid.engine, local, part)
+    return x.from_op(local, (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
 
 
 def summed(x: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ def signature_of(matrix: Any) -> Any:
         return None
     if not isinstance(matrix, StoredMatrix):
         return f"a {type(matrix).__name__}"
-    return (matrix._signature, f"shared over {matrix.shared}") if matrix.shared else matrix._signature
+    window = matrix.window
+    return matrix._signature if window is None else (matrix._signature, f"shared over {window.axis}")
 
 
 def array_signature(array: Any) -> tuple[Any, ...]:
@@ -142,6 +143,14 @@ def grid_of(a: Any, b: Any) -> Grid:
         if isinstance(matrix, StoredMatrix):
             return matrix.grid
     raise Pmm3dError(no_matrix("a", a))
+
+
+def check_arrays(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, what: str = "matmul") -> None:
+    """Raise the errors of `check_operands` that matrices of checked forms can have."""
+    if not a.library.on_host:
+        a.grid.transport.check_place(a.library, a.memory, b.memory, *([] if out is None else [out.memory]))
+    if out is not None:
+        check_out(what, out, a, b)
 
 
 def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:

@@ -11,7 +11,7 @@ from ..comm import PlanResources, leaves_in_order
 from ..errors import GridError, LayoutError
 from .checks import Options, check_out, grid_of, signature_of
 from .matrix import DistMatrix
-from .multiply import ProductRun, multiplied
+from .multiply import ProductRun, checked, multiplied
 from .stored import StoredMatrix
 
 Result = TypeVar("Result")
@@ -217,7 +217,9 @@ class MatmulPlan:
         with PlanResources() as held, self._grid.engine.guard:
             with self._grid.collective_call("MatmulPlan", *passed):
                 _check_not_partial(a, b)
-                self._product = ProductRun(a, b, out, options, held)
+                self._product = ProductRun(checked(a, b, out, options), a, b, out)
+                held.enter_context(self._product.borrow())
+                self._product.bind()
                 self._number, self._requests = self._grid.everyone._number, held.enter_context(ExitStack())
                 self._product.persist(self._number, self._requests)
             self._product.share()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache, partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import proxy
 
-from ..arrays import Array, Slab, scale
-from ..comm import Grid, clock, one_thread
+from ..arrays import Array, Borrowed, Slab, scale
+from ..comm import Grid, Terms, clock, one_thread
 from ..layout import LOW_PRECISION, Layout
 from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, plan_product
-from .checks import Options, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
+from .checks import Options, check_arrays, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
 from .operand import OperandGather
 from .relayout import refill, summed
 from .result import Result
@@ -23,60 +23,124 @@ from .stored import StoredMatrix, new_array
 Matrix = TypeVar("Matrix", bound=StoredMatrix)
 Planned = tuple[ProductPlan, RankPlan | None]
 CACHED_PLANS = 256
-"""Largest number of plans that a grid caches. A plan takes a few KiB."""
+"""Largest number of plans, and of checked products, that a grid caches. Each takes a few KiB, and holds no arrays."""
+PLAIN = frozenset({int, float, bool, str, type(None)})
+"""Types of options whose equal values have one meaning. Complex numbers may differ in the sign of a zero."""
+
+
+class CheckedProduct(NamedTuple):
+    """All that depends only on the forms of the matrices and on the options of a product.
+
+    plan          plan of the product by rows: if C is stored by columns, of C^T = B^T A^T
+    mine          this rank's part of the plan, or None
+    alpha, beta   factors, as Python numbers
+    tf32          option of `matmul`
+    shape, layout, order   shape of this rank's shard of a new C, and its layout and order
+    """
+
+    plan: ProductPlan
+    mine: RankPlan | None
+    alpha: complex
+    beta: complex
+    tf32: bool
+    shape: tuple[int, int]
+    layout: Layout
+    order: str
 
 
 @one_thread
 def multiplied(a: Matrix, b: Matrix, out: Matrix | None = None, options: Options = Options()) -> Matrix:
-    """Compute C = alpha A B + beta C. Implementation of `matmul`, with its options in a tuple. Collective."""
+    """Compute C = alpha A B + beta C. Implementation of `matmul`, with its options in a tuple. Collective.
+
+    The grid caches the terms of the comparison and the checked product, by the forms of the matrices.
+    """
     grid, a, b = grid_of(a, b), summed(a, options.alpha), summed(b, options.alpha)
-    passed = signature_of(a), signature_of(b), signature_of(out), *options
-    with ExitStack() as borrowed:
-        with grid.collective_call("matmul", *passed):
-            product = ProductRun(a, b, out, options, borrowed)
-        product.begin()
-        return product.finish()
+    forms, types = (signature_of(a), signature_of(b), signature_of(out)), tuple(map(type, options))
+    cache: dict[Any, tuple[Terms, CheckedProduct]] = grid.attached.setdefault(CheckedProduct, {})
+    key = (*forms, *options, *types, *grid._named()) if PLAIN.issuperset(types) else None
+    known = cache.get(key)
+    terms = grid._terms("matmul", *forms, *options) if known is None else known[0]
+    if known and (b.grid is not grid or b.library != a.library or (out is not None and out.grid is not grid)):
+        known = None
+    borrowed: Borrowed[Slab] | None = None
+    try:
+        with grid._call_on(terms):
+            if known is None:
+                product = checked(a, b, out, options)
+                _keep(cache, key, (terms, product))
+            else:
+                check_arrays(a, b, out)
+                product = known[1]
+            run = ProductRun(product, a, b, out)
+            borrowed = run.borrow()
+            run.bind()
+        run.begin()
+        return run.finish()
+    finally:
+        if borrowed is not None:
+            borrowed.__exit__()
+
+
+def _keep(cache: dict[Any, Any], key: tuple[Any, ...] | None, product: tuple[Terms, CheckedProduct]) -> None:
+    """Keep a product for the next calls of the same forms. Drop the oldest one if there are too many."""
+    if key is not None:
+        cache[key] = product
+        if len(cache) > CACHED_PLANS:
+            del cache[next(iter(cache))]
+
+
+def checked(a: Matrix, b: Matrix, out: Matrix | None, options: Options) -> CheckedProduct:
+    """Check the arguments of `matmul`, and plan the product."""
+    check_operands(a, b, out, options.beta)
+    check_options(options, out)
+    check_tf32(options.tf32, a)
+    alpha, beta = (scalar(name, getattr(options, name), a.dtype) for name in ("alpha", "beta"))
+    how = options.panels, options.max_workspace, options.overlap
+    operands = _operand(a), _operand(b), None if out is None else _operand(out)
+    shape = a.shape[0], b.shape[1]
+    if out is None and options.order == BY_COLUMNS:
+        layout = _layout_by_columns(_planned(a, *operands, *how)[0])
+        operands = *operands[:2], Operand(shape, layout, BY_COLUMNS)
+    plan, mine = _planned(a, *_by_rows(*operands), *how)
+    layout, order = (plan.c_layout, BY_ROWS) if operands[2] is None else (operands[2].layout, operands[2].order)
+    local = layout.box(shape, a.grid.shape, a.grid.coords).shape
+    return CheckedProduct(plan, mine, alpha, beta, options.tf32, local, layout, order)
 
 
 class ProductRun(Generic[Matrix]):
-    """A checked product, bound to its plan, matrices and work memory. `borrowed` frees the work memory.
-
-    After `__init__` no error occurs on one rank only. `begin` and `finish` compute the product, and can be repeated.
-
-    plan   plan of the product by rows: if `out` is stored by columns, of out^T = B^T A^T
-    mine   this rank's part of the plan, or None
+    """A checked product and its matrices. Call `borrow` and `bind` first. After that no error occurs on one rank only.
+    `begin` and `finish` compute the product, and can be repeated.
     """
 
-    def __init__(self, a: Matrix, b: Matrix, out: Matrix | None, options: Options, borrowed: ExitStack):
-        check_operands(a, b, out, options.beta)
-        check_options(options, out)
-        check_tf32(options.tf32, a)
-        self.alpha, self.beta = (scalar(name, getattr(options, name), a.dtype) for name in ("alpha", "beta"))
-        self._tf32, how = options.tf32, (options.panels, options.max_workspace, options.overlap)
-        if out is None and options.order == BY_COLUMNS:
-            out = _new_by_columns(a, b, how)
+    def __init__(self, product: CheckedProduct, a: Matrix, b: Matrix, out: Matrix | None):
+        self.plan, self.mine, self.alpha, self.beta, self._tf32, shape, layout, order = product
         self.operands = a, b
-        self.plan, self.mine = _planned(*_by_rows(a, b, out), *how)
-        nbytes = 0 if self.mine is None else self.mine.own_work
-        self._slab = borrowed.enter_context(a.grid.workspace.slab(nbytes, a.library))
-        self.out: Matrix = _new_result(a, self.plan, self.plan.c_layout) if out is None else out
+        if out is None:
+            memory = new_array(a.library, shape, a.dtype, order)
+            out = type(a)(a.grid, memory, (a.shape[0], b.shape[1]), layout, order)
+        self.out: Matrix = out
         self._shared = list[Array]()
-        self.bind()
+
+    def borrow(self) -> Borrowed[Slab]:
+        """Borrow the work memory from the grid. The caller returns it."""
+        nbytes = 0 if self.mine is None else self.mine.own_work
+        borrowed = self.out.grid.workspace.slab(nbytes, self.out.library)
+        self._slab = borrowed.lent
+        return borrowed
 
     def bind(self) -> None:
         """Bind the product to the present memory of A, B and C. Nothing is sent."""
-        (a, b), work = self.operands, self._slab.again()
+        a, b = self.operands
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
                 matrix._check_shard()
-        bases = [matrix.base for matrix in (a, b, self.out)]  # for a view, the matrix whose shard it reads
-        self._memory = [(base, base.memory, self._place_of(base.memory)) for base in bases]
         self._matrices = _by_rows(a, b, self.out)
         self._natives: tuple[StoredMatrix, ...] = self._matrices
+        self._rest = self._slab
         if self.plan.moves:
-            layouts = self.plan.a_layout, self.plan.b_layout, self.plan.c_layout
+            layouts, work = (self.plan.a_layout, self.plan.b_layout, self.plan.c_layout), self._slab.again()
             self._natives = tuple(_in_layout(each, layout, work) for each, layout in zip(self._matrices, layouts))
-        self._rest = work.rest()
+            self._rest = work.rest()
         self._gemm: Callable[[], None] | None = None
         if self.mine is not None:
             left, right, c = self._natives
@@ -90,7 +154,7 @@ class ProductRun(Generic[Matrix]):
 
     @property
     def is_bound(self) -> bool:
-        """Whether A, B and C still have the memory that `bind` found. A caller can replace it by
+        """Whether A, B and C still have the memory that `persist` found. A caller can replace it by
         `matrix.local = array`, or in torch by `matrix.local.data = tensor`."""
         for base, array, place in self._memory:
             if base.memory is not array or (place and place != self._place_of(array)):
@@ -126,6 +190,8 @@ class ProductRun(Generic[Matrix]):
         number     number of the plan, the same on all ranks
         requests   stack that frees the requests
         """
+        bases = [matrix.base for matrix in (*self.operands, self.out)]  # for a view, the matrix whose shard it reads
+        self._memory = [(base, base.memory, self._place_of(base.memory)) for base in bases]
         if self.mine is None or not self.persists:
             return
         for each in (self._a, self._b, self._c):
@@ -223,7 +289,8 @@ def run_gemm(grid: Grid, gemm: Callable[[], None]) -> None:
 
 
 def _by_rows(a: Any, b: Any, out: Any) -> tuple[Any, Any, Any]:
-    """A, B and C of the product that stores C by rows: those of out^T = B^T A^T if out is stored by columns."""
+    """A, B and C of the product that stores C by rows: those of out^T = B^T A^T if out is stored by columns. They are
+    matrices, or Operands."""
     return (b.T, a.T, out.T) if out is not None and out.order == BY_COLUMNS else (a, b, out)
 
 
@@ -236,16 +303,20 @@ def plan_for(
     overlap: str | None = None,
 ) -> ProductPlan:
     """Plan of `matmul` for these arguments. If `out` is stored by columns, the plan of out^T = B^T A^T."""
-    return _planned(*_by_rows(a, b, out), panels, max_workspace, overlap)[0]
+    operands = _operand(a), _operand(b), None if out is None else _operand(out)
+    return _planned(a, *_by_rows(*operands), panels, max_workspace, overlap)[0]
 
 
-def _planned(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, *how: Any) -> Planned:
-    """Plan and this rank's part of it, or None. The grid caches both. how: panels, max_workspace, overlap."""
-    if ProductPlan not in a.grid.attached:
-        a.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(proxy(a.grid)))
-    plans: Callable[..., Planned] = a.grid.attached[ProductPlan]
-    c = None if out is None else _operand(out)
-    return plans(_operand(a), _operand(b), c, a.dtype, a.library.gemm_copies, *how)
+def _planned(like: StoredMatrix, *operands_and_how: Any) -> Planned:
+    """Plan and this rank's part of it, or None. The grid caches both.
+
+    like               matrix with the grid, the type and the library of the operands
+    operands_and_how   A, B, C or None; panels, max_workspace, overlap
+    """
+    if ProductPlan not in like.grid.attached:
+        like.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(proxy(like.grid)))
+    plans: Callable[..., Planned] = like.grid.attached[ProductPlan]
+    return plans(like.dtype, like.library.gemm_copies, *operands_and_how)
 
 
 def _planner(grid: Grid) -> Callable[..., Planned]:
@@ -255,11 +326,11 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
     """
 
     def planned(
+        dtype: str,
+        gemm_copies: bool,
         a: Operand,
         b: Operand,
         c: Operand | None,
-        dtype: str,
-        gemm_copies: bool,
         panels: int | None,
         max_workspace: int | None,
         overlap: str | None,
@@ -288,17 +359,11 @@ def _operand(matrix: StoredMatrix) -> Operand:
     return Operand(matrix.shape, matrix.layout.summed, matrix.order, matrix.conjugated, matrix.shared)
 
 
-def _new_by_columns(a: Matrix, b: Matrix, how: tuple[Any, ...]) -> Matrix:
-    """New C whose shards are stored by columns. C is sharded along its columns if several ranks sum it."""
-    plan = _planned(a, b, None, *how)[0]
+def _layout_by_columns(plan: ProductPlan) -> Layout:
+    """Layout of a new C whose shards are stored by columns. C is sharded along its columns if several ranks sum it."""
     m_axis, k_axis, n_axis = plan.axis_roles
     summed_up = getattr(plan.grid, k_axis) > 1
-    return _new_result(a, plan, native(m_axis, n_axis, k_axis, 1) if summed_up else plan.c_layout, BY_COLUMNS)
-
-
-def _new_result(like: Matrix, plan: ProductPlan, layout: Layout, order: str = BY_ROWS) -> Matrix:
-    shape = layout.box((plan.m, plan.n), plan.grid, like.grid.coords).shape
-    return type(like)(like.grid, new_array(like.library, shape, like.dtype, order), (plan.m, plan.n), layout, order)
+    return native(m_axis, n_axis, k_axis, 1) if summed_up else plan.c_layout
 
 
 def _in_layout(matrix: StoredMatrix, layout: Layout, work: Slab) -> StoredMatrix:

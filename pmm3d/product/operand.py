@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from ..arrays import Array, Slab
@@ -12,6 +13,7 @@ from ..comm import Arrivals, Buffers, Pending, Persistent, run_schedule, wait_fo
 from ..layout import itemsize, offsets
 from ..model.operand_part import OperandPart
 from ..model.plan import RankPlan, Slices
+from ..model.rounds import Schedule
 from ..model.schedule import gather_schedule, shared_all_gather
 from .stored import StoredMatrix
 
@@ -55,13 +57,14 @@ class OperandGather:
         self.in_pieces = (
             part.which == 0 and rank.plan.decomposed and part.gathered and not transposed and not self._conjugates
         )
-        self.begins = part.gathered or part.in_place
+        self.begins, self._itemsize = part.gathered or part.in_place, itemsize(matrix.dtype)
         self._shard = matrix.memory.T if transposed else matrix.memory
         if part.in_place:
             assert matrix.window is not None
             self._shard = matrix.window.block
         self._panels, size = list[Panel](), rank.depths[0] * part.other
-        buffers = [work.array((size,), matrix.dtype) for _ in range(min(2, rank.plan.panels) if buffered else 0)]
+        if buffered:
+            buffers = [work.array((size,), matrix.dtype) for _ in range(min(2, rank.plan.panels))]
         for panel, (counts, slices) in enumerate(rank.cuts[part.which]):
             buffer = buffers[panel % 2] if buffered else None
             self._panels.append(self._bound(rank.depths[panel], counts, slices, buffer))
@@ -101,12 +104,15 @@ class OperandGather:
         """
         if not self._part.gathered or self.in_pieces:
             return
-        _, part, counts, gathered, _ = self._panels[0]
-        row_bytes = gathered.shape[1] * itemsize(self.library.dtype(gathered))
-        schedule = gather_schedule(counts, self._axis.index, row_bytes, self._axis.node_map)
-        buffers = Buffers(schedule, self.library, (part, gathered), (0, 0), None)
+        panel = self._panels[0]
+        schedule, row_bytes = self._schedule(panel), panel.gathered.shape[1] * self._itemsize
+        buffers = Buffers(schedule, self.library, (panel.part, panel.gathered), (0, 0), None)
         self._persistent = self._axis._persistent("all_gather", self._phase, schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
+
+    def _schedule(self, panel: Panel) -> Schedule:
+        row_bytes = panel.gathered.shape[1] * self._itemsize
+        return gather_schedule(panel.counts, self._axis.index, row_bytes, self._axis.node_map)
 
     @property
     def factor(self) -> Array:
@@ -115,7 +121,7 @@ class OperandGather:
 
     def begin(self, panel: int) -> None:
         """Begin to gather a panel. Collective along the axis."""
-        copies, part, counts, gathered, _ = self._panels[panel]
+        copies, part, counts, gathered, _ = bound = self._panels[panel]
         if self._part.gathered:
             for piece, place in copies:
                 place[...] = piece
@@ -126,7 +132,10 @@ class OperandGather:
                 if self.in_pieces:
                     self._arrivals = Arrivals(self._axis, part, gathered, counts)
                 else:
-                    self._awaited = self._axis._all_gather_into(part, gathered, counts)
+                    steps = partial(
+                        run_schedule, library=self.library, schedule=self._schedule(bound), given=part, out=gathered
+                    )
+                    self._awaited = self._axis.begin("all_gather", steps, library=self.library, arrays=(part, gathered))
         elif self._part.in_place and panel == 0:
             self._awaited = self._barrier(brings=True)
 

@@ -20,7 +20,7 @@ from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, comp
 from .checks import Options, array_signature, check_options, compared_dtype, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
-from .multiply import ProductRun, plan_for, run_gemm
+from .multiply import ProductRun, checked, plan_for, run_gemm
 from .redistribution import check_leading, part_of
 from .tiles import TileMove, checked_arrays
 
@@ -360,7 +360,10 @@ class PgemmPlan:
         if alpha is not None:
             self._close_product()  # its alpha may be another one
             options = Options(alpha, max_workspace=self._form.max_workspace)
-            self._run = ProductRun(*self._operands(), self._matrices[2], options, self._work)
+            matrices = *self._operands(), self._matrices[2]
+            self._run = ProductRun(checked(*matrices, options), *matrices)
+            self._work.enter_context(self._run.borrow())
+            self._run.bind()
 
     @property
     def _shares_memory(self) -> bool:

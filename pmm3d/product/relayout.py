@@ -15,6 +15,7 @@ from ..comm import (
     Pending,
     all_gather_work,
     all_reduce_work,
+    assign,
     following,
     one_thread,
     reduce_scatter_work,
@@ -162,6 +163,15 @@ class Relayout:
     def done(self) -> bool:
         return all(awaited.done for awaited in self._awaited)
 
+    @property
+    def awaited(self) -> Sequence[Awaited]:
+        """The collectives of the last step."""
+        return self._awaited
+
+    def raise_error(self) -> None:
+        for awaited in self._awaited:
+            awaited.raise_error()
+
     def wait(self) -> Array:
         """Wait for all steps, and return this rank's part in the target layout."""
         for awaited in self._awaited:
@@ -175,7 +185,7 @@ class Relayout:
             rows = [len(out) if rank == axis.index else 0 for rank in range(axis.size)]
             self._awaited = [axis._all_to_all_into(self._result, out, rows, rows, after=self._awaited)]
         else:
-            out[...] = self._result
+            assign(self._grid.engine, out, self._result)
 
     def _add(self, step: Step, before: Layout) -> None:
         """Add a step. A step without messages is applied at once."""
@@ -186,7 +196,7 @@ class Relayout:
         elif step.kind == "zero_others":
             if getattr(coords, step.axis):
                 self._result = self._new(there)
-                self._result[...] = 0
+                assign(self._grid.engine, self._result, 0)
         else:
             wanted = self._out is not None and step is self._steps[-1]
             recv_buffer = self._out if wanted else self._new(there)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from ..arrays import Array, Slab, add_up, sum_in_order
-from ..comm import Buffers, Collective, Departures, Link, Pending, Persistent, wait_for_all
+from ..comm import Buffers, Collective, Departures, Link, Pending, Persistent, run_schedule, wait_for_all
 from ..layout import LOW_PRECISION, itemsize, offsets
 from ..model.plan import RankPlan
+from ..model.rounds import Schedule
 from ..model.schedule import reduce_schedule
 from .operand import READ_IN_PLACE
 from .stored import StoredMatrix
@@ -51,11 +53,16 @@ class Result:
         rank, axis = self._rank, self._axis
         if not self._messages or rank.plan.decomposed or rank.plan.c != 0:
             return
-        schedule = reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.node_map)
+        schedule = self._schedule
         buffers = Buffers(schedule, self._library, (self._partial, self._out), (0, 0), self._work.again(), self._beta)
         row_bytes = rank.cols * itemsize(rank.plan.dtype)
         self._persistent = axis._persistent("reduce_scatter", "reduce C", schedule, buffers, row_bytes, number)
         requests.callback(self._persistent.free)
+
+    @property
+    def _schedule(self) -> Schedule:
+        rank, axis = self._rank, self._axis
+        return reduce_schedule(rank.c_counts, axis.index, rank.plan.dtype, axis.node_map)
 
     def begin(self, shared: Sequence[Array]) -> None:
         """Prepare for the first GEMM of a call. shared: each rank's memory for partial sums that are summed in
@@ -94,9 +101,17 @@ class Result:
         if not self._messages:
             return axis.begin(READ_IN_PLACE, self._sum_in_place)
         if rank.plan.c == 0:
-            return axis._reduce_scatter_into(
-                self._partial, self._out, rank.c_counts, self._beta, work=self._work.again()
+            arrays = self._partial, self._out
+            steps = partial(
+                run_schedule,
+                library=self._library,
+                schedule=self._schedule,
+                given=self._partial,
+                out=self._out,
+                beta=self._beta,
+                work=self._work.again(),
             )
+            return axis.begin("reduce_scatter", steps, library=self._library, arrays=arrays)
         return axis._all_reduce_into(self._partial, self._out, self._beta, work=self._work.again())
 
     def _sum_in_place(self, link: Link) -> Collective[None]:

@@ -41,6 +41,7 @@ PROGRAMS = (
     "shared_operands",
     "small_collectives",
     "small_products",
+    "small_step",
     "tables",
     "training",
 )
@@ -70,6 +71,7 @@ QUICK = (  # ranks (0: the program starts them), program, options, text in the o
     (0, "pipelines", ("--arrival",), "| by arrival | "),
     (4, "sequence", (), "| zigzag | ring | 1.00 | "),
     (0, "digits_rate", (), "| samples/s | "),
+    (0, "small_step", (), "| 2 | torch, foreach | "),
     (0, "low_precision", (), "| digits | "),
     (0, "scale", (), "Real ranks"),
 )
@@ -274,3 +276,16 @@ def test_rounds_begin_with_another_kind_and_the_first_one_does_not_count():
     assert order == ["a", "b", "b", "a", "a", "b"]
     order.clear()
     assert timing.in_turns("ab", measure, 2) == {"a": {"seconds": 4.5}, "b": {"seconds": 4.5}}
+
+
+# Calls
+
+
+def test_calls_of_python_functions_are_counted():
+    def numbers():
+        yield 1
+
+    before = sys.getprofile()
+    work = lambda: [len(""), *numbers()]  # the work, and the generator until its number and until its end
+    assert timing.python_calls(work, 2) == (3, 0)
+    assert sys.getprofile() is before

@@ -114,6 +114,24 @@ def test_bytes_of_another_order_are_copied_before_they_are_sent(comm):
 
 
 @pytest.mark.parallel([2])
+def test_memory_of_a_message_in_flight_is_not_reused(comm):
+    """Work memory of an array that the caller dropped."""
+    with Grid(comm, "ddp") as grid:
+        new = lambda: grid.workspace.array((2**20,), "float64", grid.library("numpy"))
+        if grid.rank == 0:
+            array = new()
+            array[...] = 1
+            grid.everyone.send(array, 1, agreed=True)
+            del array
+            other = new()
+            other[...] = 2
+            comm.Barrier()
+        else:
+            comm.Barrier()
+            assert (grid.everyone.receive(new(), 0, agreed=True).wait() == 1).all()
+
+
+@pytest.mark.parallel([2])
 def test_a_message_without_a_partner_is_told_when_the_grid_closes(comm, fails):
     """A message that is not received, one that is not sent, one with another tag, and one that is agreed on one side
     only."""

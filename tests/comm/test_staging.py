@@ -178,7 +178,7 @@ def sleeps_in(monkeypatch, moves):
     clock, sleeps, looks, told = count(), [], count(), []
     monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 1e3, sleep=sleeps.append))
     nobody = SimpleNamespace(begun={}, waits=lambda *what: told.append(what), done=lambda: None)
-    transport = SimpleNamespace(moved=0, current=nullcontext)
+    transport = SimpleNamespace(moved=0, streams=SimpleNamespace(last=None))
 
     class Piece:
         @property
@@ -217,7 +217,9 @@ def test_threads_go_on_where_the_device_cannot_be_bound():
         _stop=SimpleNamespace(wait=lambda _: next(stop)), _bind=refused, poll=lambda: polled.append("watch")
     )
     Watch._run(watch)
-    transport = SimpleNamespace(bind=refused, moved=0, current=lambda: polled.append("engine") or nullcontext())
+    streams = SimpleNamespace(last="a stream")
+    current = lambda: polled.append("engine") or nullcontext()
+    transport = SimpleNamespace(bind=refused, moved=0, streams=streams, current=current)
     helped = Engine(Ledger(), None, transport, False, False)
     helped._computing.set()
     assert helped.help() and polled == ["watch", "watch", "engine"]

@@ -18,7 +18,6 @@ from outer_make import without_outer_make
 
 from gpu import check, conftest, report, test_networks, test_rates
 from gpu.cases import FULL, TRANSPORTS, common
-from pmm3d.arrays import library_of
 from pmm3d.nn import fused
 from pmm3d.nn.elementwise import Elementwise
 from pmm3d.tools import launcher
@@ -30,8 +29,8 @@ LAUNCHER = shlex.join([*launcher.mpiexec_command(), "-n"])
 WRONG = {
     "functional.RELU": lambda right: right._replace(slope=scaled(right.slope)),
     "functional.GELU": lambda right: right._replace(slope=scaled(right.slope)),
-    "fused.sgd": lambda right: lambda weight, *more: library_of(weight).kind != "numpy" or right(weight, *more),
-    "fused.adam": lambda right: lambda weight, *more: library_of(weight).kind != "numpy" or right(weight, *more),
+    "fused.sgd": lambda right: lambda library, *more: library.kind != "numpy" or right(library, *more),
+    "fused.adam": lambda right: lambda library, *more: library.kind != "numpy" or right(library, *more),
 }
 """Function of pmm3d.nn -> one that is wrong on a device only: 0.1% in a gradient, or an update that does nothing."""
 

@@ -2,6 +2,7 @@
 
 import tracemalloc
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise, product
 from math import sqrt
 
@@ -10,8 +11,8 @@ import pytest
 from loops import given, looped
 from samples import to_library, to_numpy
 
-from pmm3d import DistMatrix, nn
-from pmm3d.arrays import NumpyLibrary, library_named
+from pmm3d import DistMatrix, Grid, nn
+from pmm3d.arrays import NumpyLibrary, library_named, library_of
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.nn import Precision, fused, optim
 
@@ -59,13 +60,45 @@ def test_torch_rounds_each_element_alike_wherever_it_is_cut(dtype, momentum):
         for low, high in pairwise((0, *cuts, size)):
             own, slope, *kept = (each[low:high] for each in (weight, gradient, *state))
             if momentum is None:
-                assert fused.adam(own, slope, kept, options(0.1, 3), True)
+                assert fused.adam(library_of(own), [(own, slope, kept, options(0.1, 3))], True)
             else:
                 asked = {"lr": 0.01, "momentum": momentum, "weight_decay": 0.1, "nesterov": bool(momentum)}
-                assert fused.sgd(own, slope, kept[:1] if momentum else [], asked)
+                kept = kept[:1] if momentum else []
+                assert fused.sgd(library_of(own), [(own, slope, kept, asked)])
         return [to_numpy(each, "torch").tobytes() for each in (weight, *state)]
 
     assert changed() == changed(5, 517, 518, 581, 900) == changed(*range(1, size, 7))
+
+
+@pytest.mark.parallel([1])
+@looped("make", [optim.SGD, optim.AdamW, partial(optim.SGD, momentum=0.9, nesterov=True)])
+@looped("decay_vectors", [True, False])
+@looped("dtype", ["float32", "float64", "bfloat16"])
+def test_parameters_are_updated_together_as_one_by_one(comm, make, decay_vectors, dtype):
+    """Small parameters by one kernel of torch. One learns from the third step on."""
+
+    def trained(grid):
+        net = nn.MLP(grid, [12, 5, 70, 9], seed=0, library="torch", precision=Precision.named(dtype))
+        rest, last = net.parameters()[:-2], net.parameters()[-2:]
+        opt = make([{"params": rest}, {"params": last, "lr": 0.02}], lr=0.01, weight_decay=0.1)
+        for group in opt.groups:
+            group["decay_vectors"] = decay_vectors
+        x, y = (DistMatrix.random(grid, (8, n), dtype=dtype, seed=n, library="torch") for n in (12, 9))
+        for step in range(4):
+            rest[2].requires_grad_(step > 1)
+            nn.mse(net(x), y).backward()
+            opt.step(factor=0.5)
+        every = {
+            **{str(n): each.value for n, each in enumerate(net.parameters())},
+            **opt.matrices(net.named_parameters()),
+        }
+        return {name: each.astype("float64").gather().numpy().tobytes() for name, each in every.items()}
+
+    with Grid(comm) as grid:
+        together = trained(grid)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NumpyLibrary, "slice_elements", 64)
+            assert together == trained(grid)
 
 
 def adam_as_written(weight, gradient, mean, square, decoupled, options):

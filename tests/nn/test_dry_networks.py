@@ -250,6 +250,7 @@ NO_PASSES = {
     "no_sync",
     "ragged",
     "relayout",
+    "replay",
     "results_of",
     "unchanged",
 }

@@ -254,3 +254,46 @@ def test_momentum_that_is_switched_on_later(grid):
         assert np.abs(weights_of(net)["weight"] - expected).max() < 1e-14
     assert {*optimizer.matrices()} == {"optimizer/weight/momentum", "optimizer/bias/momentum"}
     assert optimizer.state()["states"] == ["momentum"]
+
+
+@pytest.mark.parallel([1])
+@looped("library", ["numpy", "torch"])
+def test_a_parameter_made_from_a_transposed_view_learns(comm, library):
+    with Grid(comm) as grid:
+        value = DistMatrix.random(grid, (5, 7), dtype="float32", seed=1, library=library)
+        parameter = nn.Parameter(value.T)
+        nn.sum(nn.sum(parameter * parameter, 0), 1).backward()
+        optim.SGD([parameter], 0.25).step()
+        assert np.array_equal(to_numpy(parameter.value.gather(), library), to_numpy(value.T.gather(), library) / 2)
+
+
+class Failing(optim.Optimizer):
+    """Its update of a vector of 5 elements fails in the second step."""
+
+    def update(self, weight, gradient, state, options):
+        if len(weight) == 5 and options["step"] == 2:
+            raise ValueError("no update")
+        weight -= options["lr"] * gradient
+
+
+@pytest.mark.parallel([1])
+@looped("precision", ["float32", "float16"])
+@on_grid("1x1x1")
+def test_after_an_error_in_an_update_the_parameters_that_changed_are_known(grid, precision):
+    """Their versions, and 16-bit values that are equal to their master weights."""
+    net = nn.MLP(grid, [4, 8, 5], seed=1, precision=precision)
+    optimizer, (x, y) = Failing(net.parameters(), lr=0.5), (np.ones((6, columns)) for columns in (4, 5))
+    for step in range(2):
+        versions, before = [each.version for each in net.parameters()], bits(weights_of(net))
+        loss_of(net, CLASSES._replace(loss="mse"), x, y, dtype=precision).backward()
+        if step:
+            with pytest.raises(ValueError, match="no update"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    named = net.named_parameters()
+    changed = [name for name, value in bits(weights_of(net)).items() if value != before[name]]
+    assert changed == ["0.weight", "0.bias", "2.weight"]
+    assert all(named[name].version > version for name, version in zip(named, versions) if name in changed)
+    for each in named.values() if precision == "float16" else ():
+        assert np.array_equal(to_numpy(each.master.local).astype("float16"), to_numpy(each.value.local))

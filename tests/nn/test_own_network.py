@@ -10,6 +10,7 @@ from loops import looped
 from samples import TESTED
 
 from pmm3d import Pmm3dError
+from pmm3d.nn.recorded_steps import Replays
 from pmm3d.nn.training import build
 from pmm3d.nn.training.config import checked
 
@@ -120,6 +121,24 @@ def test_it_trains_and_the_checkpoint_names_it(configured, folder, comm, shape, 
     comm.barrier()
     lines = [json.loads(line) for line in (folder / shape / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+
+
+@pytest.mark.parallel([2])
+def test_its_steps_are_replayed_if_the_configuration_says_so(configured, folder, comm):
+    """network.replay; it is refused for other networks."""
+    for asked, replayed in ((False, 0), (True, 4)):
+        config = configured(
+            "model.py:build",
+            data={"targets": "y"},
+            training={"folder": str(folder / f"replay {asked}"), "epochs": 3},
+            network={"replay": asked},
+        )
+        with build.trainer(config, comm) as run:
+            assert run.run()
+            assert Replays.of(run.state.network).replayed == replayed
+            assert ("see nn.replay" in Replays.of(run.state.network).problem) is not asked
+    with pytest.raises(Pmm3dError, match="replay is for a network of build"):
+        checked({"data": {"file": "x.h5"}, "network": {"replay": True}})
 
 
 WRONG = [

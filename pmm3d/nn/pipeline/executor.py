@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
-from ...comm import Axis, Pending
+from ...comm import Axis, Ledger, Pending, assign, call
 from ...errors import Pmm3dError
 from ...layout import PIPE
 from ...product import DistMatrix
@@ -19,7 +19,7 @@ from ..module import Module
 from ..parameter import Parameter
 from ..tape import Edge, Tape, backward_from
 from ..tensor import Tensor, as_tensor
-from .network import Pipeline
+from .network import Pipeline, begin_step
 from .schedules import one_f_one_b
 from .table import PipelineAction, PipelineError, PipelineSchedule
 
@@ -32,7 +32,7 @@ LossOf = Callable[[int, Any], Tensor]
 class OneStage:
     """Adapter that gives a Module without stages the interface of a Pipeline of one stage."""
 
-    index, under_way = 0, False
+    index = 0
 
     def __init__(self, network: Module):
         self.grid, self._network, self.stages = network.grid, network, {0: network}
@@ -47,8 +47,9 @@ class OneStage:
     def _separate_tied_gradients(self, stage: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def _count_passes(self, micro_batches: int) -> None:
-        """Do nothing, because the network itself counts its passes."""
+    def _starts_and_ends(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """Functions that begin and end a step. The network itself counts its passes."""
+        return partial(begin_step, self.grid), lambda micro_batches: None
 
 
 @lru_cache(maxsize=16)
@@ -73,11 +74,6 @@ class Executor:
         self._network: Any = network if isinstance(network, Pipeline) else OneStage(network)
         self._grid, self._inputs, self._scale = network.grid, inputs, scale
         self._table: PipelineSchedule = self._network.table(len(inputs))
-        if self._network.under_way:
-            raise PipelineError(
-                "an earlier step of this pipeline ended with an error on this rank, so messages "
-                "between stages are still in flight. Make a new grid and a new Pipeline"
-            )
         if self._table.ranks > 1:
             self._pipe: Axis = self._grid.parent.axis(PIPE)
             self._pipe.choose_transport(inputs[0].library)
@@ -95,14 +91,14 @@ class Executor:
     def run(self, loss: LossOf | None) -> list[Tensor]:
         """Execute the actions of this rank. Return the losses of micro-batches whose last stage is on this rank. If
         there are none, loss can be None."""
-        tape, ledger, open_sums = Tape.of(self._grid), self._grid.ledger, dict[int, list[GradientBuffer]]()
-        ledger.actions.clear()
-        self._network.under_way = self._table.ranks > 1
+        tape, engine, open_sums = Tape.of(self._grid), self._grid.engine, dict[int, list[GradientBuffer]]()
         for stage, module in self._network.stages.items():
             with self._network._separate_tied_gradients(stage):
                 open_sums[stage] = [*_buffers(module)]
-            for buffer in open_sums[stage]:
-                tape.parallel.gradients.forget(buffer)  # an earlier step may have ended with an error
+        begin, end = self._network._starts_and_ends()
+        call(engine, begin, [each for buffers in open_sums.values() for each in buffers])
+        for stage, buffers in open_sums.items():
+            for buffer in buffers:
                 buffer.queues.add(stage)  # delays the all-reduce over data
         try:
             for place, action in enumerate(self._line):
@@ -119,8 +115,7 @@ class Executor:
             for stage, buffers in open_sums.items():
                 for buffer in buffers:
                     buffer.queues.discard(stage)
-        self._network.under_way = False
-        self._network._count_passes(len(self._inputs))
+        call(engine, end, len(self._inputs))
         return [self._losses[micro] for micro in sorted(self._losses)]
 
     def _starts_all_reduce(self, action: PipelineAction) -> bool:
@@ -129,21 +124,17 @@ class Executor:
 
     def _carry_out(self, action: PipelineAction, loss: LossOf | None) -> None:
         kind, stage, micro, _ = action
+        recorder = self._grid.engine.recorder
         if kind.startswith("RECV"):
-            try:
+            receiving = _Receiving(action, [x.shape[0] for x in self._inputs])
+            with receiving, nullcontext() if recorder is None else recorder.section(receiving):
                 for pending in self._posted.pop(action):
                     pending.wait()
-            except Pmm3dError as error:
-                raise PipelineError(
-                    f"{action.in_words}: {error}. All ranks along pipe must pass micro-batches of the "
-                    "same shapes. The micro-batches of this rank have "
-                    f"{[x.shape[0] for x in self._inputs]} rows"
-                ) from error
         elif kind.startswith("SEND"):
             self._send(action)
         else:
-            ledger = self._grid.ledger
-            with ledger.acting(str(action), action.in_words), ledger.part("forward" if kind == "F" else "backward"):
+            acting = _Acting(self._grid.ledger, action)
+            with acting, nullcontext() if recorder is None else recorder.section(acting):
                 if kind == "F":
                     self._forward(stage, micro, loss)
                 else:
@@ -216,6 +207,41 @@ class Executor:
             )
 
 
+class _Acting:
+    """Context in which a rank carries out an action. Each step enters it again."""
+
+    __slots__ = ("_inside", "_part")
+
+    def __init__(self, ledger: Ledger, action: PipelineAction):
+        self._inside = ledger.acting(str(action), action.in_words)
+        self._part = ledger.part("forward" if action.kind == "F" else "backward")
+
+    def __enter__(self) -> None:
+        self._inside.__enter__()
+        self._part.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._part.__exit__()
+        self._inside.__exit__(kind, error, trace)
+
+
+class _Receiving(NamedTuple):
+    """Context in which a rank waits for the messages of an action. rows: of its micro-batches."""
+
+    action: PipelineAction
+    rows: list[int]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, Pmm3dError):
+            raise PipelineError(
+                f"{self.action.in_words}: {error}. All ranks along pipe must pass micro-batches of the "
+                f"same shapes. The micro-batches of this rank have {self.rows} rows"
+            ) from error
+
+
 def _buffers(module: Module) -> Iterator[GradientBuffer]:
     """Gradient buffers of a stage's parameters. `named_parameters` is not used because it sets the names anew."""
     return (
@@ -233,5 +259,5 @@ def _in_words(facts: Sequence[Facts]) -> str:
 def _zeros(x: Tensor) -> DistMatrix:
     """Zeros, the gradient of an input on which the output does not depend."""
     local = x.spec.new()
-    local[...] = 0
+    assign(x.grid.engine, local, 0)
     return x.spec.matrix(local)

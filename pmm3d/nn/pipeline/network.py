@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from os import PathLike
 from typing import Any, NamedTuple
+from weakref import WeakMethod
 
 from ...arrays import Array, add_up
-from ...comm import TAGS, Axis, Grid
+from ...comm import TAGS, Axis, Grid, call
 from ...errors import Pmm3dError
 from ...layout import PIPE, part_sizes
 from ...product import DistMatrix
@@ -23,6 +24,7 @@ from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
 from ..seeds import Seeds, check_grid
+from ..tape import Tape
 from ..tensor import Tensor, as_tensor, summed
 from .cut import Cost, cut_by_cost
 from .named import Schedule, is_file, schedule_of, table_of
@@ -107,7 +109,7 @@ class Pipeline(Module):
     ([0], ['0.weight', '0.bias', '2.weight', '2.bias'], (4, 3))
     """
 
-    under_way = False
+    under_way, replays = False, True
 
     def __init__(
         self,
@@ -204,6 +206,14 @@ class Pipeline(Module):
         for name, parameter in named.items():
             parameter.name = name
         return named
+
+    def _facts(self) -> list[Any]:
+        apart = [fact for buffer, _ in self._apart.values() for fact in (buffer, buffer.array)]
+        return [self.training, *self.stages, *self.stages.values(), *apart]
+
+    def _gradient_buffers(self) -> list[tuple[str, GradientBuffer]]:
+        apart = [(parameter.name, buffer) for (_, parameter), (buffer, _) in self._apart.items()]
+        return [*super()._gradient_buffers(), *apart]
 
     def random_state(self) -> dict[str, int]:
         return self.dry.random_state()
@@ -389,13 +399,43 @@ class Pipeline(Module):
         """Outputs of a micro-batch's forward pass through a stage of this rank. Only outputs of the last stage can have
         partial sums. Random numbers depend on the micro-batch and on the passes counted by `_count_passes`."""
         if self._random:
-            *_, end = arrived = next(iter(self._passes.values()), None) or self._arriving(tuple(map(Facts.of, inputs)))
-            begin = arrived[self._places(stage).start].calls
-            for _, module in self.stages[stage].named_modules():
-                if dry := self._random.get(module):
-                    module.calls = dry.calls + micro * end.calls[dry] + begin[dry]
+            arrived = next(iter(self._passes.values()), None) or self._arriving(tuple(map(Facts.of, inputs)))
+            call(self.grid.engine, self._set_calls, stage, micro, arrived)
         made = as_tuple(self.stages[stage](*inputs))
         return made if stage % self.depth == self.depth - 1 else tuple(map(summed, made))
+
+    def _set_calls(self, stage: int, micro: int, arrived: list[Arrived]) -> None:
+        """Set the call counters of a stage's layers with random numbers for a micro-batch of the next step."""
+        begin, end = arrived[self._places(stage).start].calls, arrived[-1].calls
+        for _, module in self.stages[stage].named_modules():
+            if dry := self._random.get(module):
+                module.calls = dry.calls + micro * end[dry] + begin[dry]
+
+    def _check_ended(self) -> None:
+        """Raise PipelineError if an earlier step did not end."""
+        if self.under_way:
+            raise PipelineError(
+                "an earlier step of this pipeline ended with an error on this rank, so messages "
+                "between stages are still in flight. Make a new grid and a new Pipeline"
+            )
+
+    def _starts_and_ends(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """`_begin_step` and `_end_step`. A recorded step that calls them does not keep the network alive."""
+        begin, end = WeakMethod(self._begin_step), WeakMethod(self._end_step)
+        return lambda buffers: begin()(buffers), lambda micro_batches: end()(micro_batches)  # type: ignore[misc]
+
+    def _begin_step(self, buffers: Sequence[GradientBuffer]) -> None:
+        """Begin a step that sums gradients in these buffers."""
+        self._check_ended()
+        self.under_way = self.ranks > 1
+        begin_step(self.grid, buffers)
+        for stage, parameters in self._again.items():
+            for parameter in parameters:
+                self._buffer(stage, parameter)
+
+    def _end_step(self, micro_batches: int) -> None:
+        self.under_way = False
+        self._count_passes(micro_batches)
 
     def _count_passes(self, micro_batches: int) -> None:
         """Advance the call counters of layers with random numbers by this number of micro-batches."""
@@ -437,6 +477,13 @@ class Pipeline(Module):
             for target in others:
                 self.pipe.send(value.local, target, agreed=True)
         return values
+
+
+def begin_step(grid: Grid, buffers: Sequence[GradientBuffer]) -> None:
+    """Discard the gradients and the recorded actions of the step before."""
+    grid.ledger.actions.clear()
+    for buffer in buffers:
+        Tape.of(grid).parallel.gradients.forget(buffer)  # an earlier step may have ended with an error
 
 
 def _finished(buffer: GradientBuffer) -> Array:

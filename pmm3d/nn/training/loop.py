@@ -22,6 +22,7 @@ from ...text import counted, shell_command
 from ..contexts import unchanged
 from ..exchange import published_names
 from ..loss import cross_entropy, number_of_labels
+from ..recorded_steps import Replays
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
 from .log import METRICS, RunLog, logger, on_first
 from .recipe import Recipe
@@ -223,7 +224,15 @@ class Trainer:
                     self._try_to_finish()
                 raise
             self._finish()
+        self._tell_replays()
         return self.request < END
+
+    def _tell_replays(self) -> None:
+        """Log how many steps were replayed, and why not all."""
+        replays = Replays.of(self.state.network)
+        if self.grid.rank == 0:
+            why = f": {replays.problem}" if replays.problem else ""
+            logger.info("%d of %s were replayed%s", replays.replayed, counted(self.counts["steps"], "step"), why)
 
     def _train(self) -> int:
         """Train, and return the most urgent request: END or above if a signal ended the run."""

@@ -15,6 +15,7 @@ from ..dry import Facts
 from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
+from ..recorded_steps import replay
 from ..seeds import manual_seed
 from ..transformer import GPT, Llama, token_layout
 from .config import Config
@@ -64,6 +65,8 @@ class OwnNetwork:
         try:
             with self._file.running("raised an error"):
                 network = pipelined(config, grid, make, features)
+                if self._section.replay:
+                    replay(network)
                 if config is None or config.data.sequence is None:  # layers of tokens have fixed layouts
                     output = network.settle(features, self._section.dtype, self._section.library)
                     layout = output.layout
@@ -238,7 +241,7 @@ def make_network(
     """Return (the network, the layout of its output). Collective. precision: default as configured."""
     if own is not None:
         return own.made(grid, sizes[0], sizes[-1], config)
-    section, layouts, build = config.network, list[Layout](), {"build", "kind"}
+    section, layouts, build = config.network, list[Layout](), {"build", "kind", "replay"}
     options: dict[str, Any] = {"seed": config.training.seed, "precision": precision or config.precision}
 
     def make(stage: Grid) -> Module:

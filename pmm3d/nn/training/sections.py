@@ -181,6 +181,8 @@ class NetworkSection(Section):
     """type of weights and batches"""
     library: Name = "numpy"
     """library of weights and batches: numpy, torch, torch:DEVICE or cupy"""
+    replay: bool = False
+    """whether the network of `build` does the same in each call, so that its steps are replayed (nn.replay)"""
 
     @property
     def on_host(self) -> bool:
@@ -198,9 +200,17 @@ class NetworkSection(Section):
         return [
             name
             for name, value in given.items()
-            if name not in ("build", "dtype", "library")
+            if name not in ("build", "dtype", "library", "replay")
             and value != fields[name].get_default(call_default_factory=True, validated_data=given)
         ]
+
+    @model_validator(mode="after")
+    def _replay_fits(self) -> NetworkSection:
+        if self.replay and self.build is None:
+            raise ValueError(
+                "replay is for a network of build: leave it out, because other networks are replayed anyway"
+            )
+        return self
 
     @model_validator(mode="after")
     def _hidden_fits(self) -> NetworkSection:

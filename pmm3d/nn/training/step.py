@@ -23,6 +23,7 @@ from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import BackwardSync
 from ..pipeline.executor import Executor, LossOf
 from ..pipeline.network import Pipeline
+from ..recorded_steps import Replays, facts_of
 from ..tape import Tape
 from ..tensor import Tensor
 from .evaluation import Batch, Loss, first_non_finite, local_loss
@@ -73,9 +74,9 @@ def step_agreement(
     ends = 0 if request < END else 1 if request == END else everyone.size + 1
     with grid.ledger.phase("agreement"):
         total = everyone.all_reduce(
-            np.array([loss, request == SAVE, ends, failed, *digests.flat, *own]), agreed=True
+            np.array([loss, request == SAVE, ends, failed, parallel.proposal, *digests.flat, *own]), agreed=True
         ).wait()
-    loss, saves, ends, failures, *rest = total.tolist()
+    loss, saves, ends, failures, parallel.proposals, *rest = total.tolist()
     squares = rest[2 * stages :]
     differ = [int(one) ** 2 != grid.size * int(two) for one, two in zip(rest[:stages], rest[stages:])]
     if any(differ) and grid.dry_run is None:
@@ -155,15 +156,23 @@ def train_step(
         such a step is skipped instead; the error is raised after too many skipped steps in a row.
     """
     check_clip(clip)
+    if isinstance(network, Pipeline):
+        network._check_ended()
     grid, inputs = network.grid, [x for x, _ in batches]
     tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
-    executor = Executor(network, inputs, factor)
+    replays, facts = Replays.of(network), facts_of(network, loss, batches, factor)
+
+    def passes(batches: Sequence[Batch]) -> list[Tensor]:
+        executor = Executor(network, [x for x, _ in batches], factor)
+        return executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
+
     with unchanged(grid), tape.set(summing=False), override(tape.parallel, defers_agreement=True):
-        losses = executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
+        losses = replays.run(facts, network, batches, passes)
         if isinstance(network, Pipeline):
             network._sum_tied()
         agree = agree or partial(step_agreement, grid, parent=network.parent_grid)
         agreed = agree(sum(map(local_loss, losses)), local_norm_squared(network, optimizer))
+        replays.agreed()
     value, norm = agreed.loss, agreed.norm / factor
     if scale is None:
         if check is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from math import isfinite, prod
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Array
+from ...comm import assign, call
 from ...errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ...layout import SEQ, ULYSSES, GridShape, Layout, RaggedRows, natural, order_of
 from ...layout.layout import layout_of, unit_of
@@ -23,7 +24,7 @@ from ..operations import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, summed
 from .cache import Cache, rows_of_sequence
 from .kernel import Partial, attend, attend_backward
-from .ring import Ring, Segment, Visit, in_turn, shares, uncut_sequences
+from .ring import Ring, Segment, in_turn, shares, uncut_sequences
 from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
 from .visible import BLOCK, Dropout, Rows, Visible
 
@@ -43,7 +44,7 @@ def attention(
     documents: Tensor | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-    stream: int = 0,
+    stream: int | Callable[[], int] = 0,
     scale: float | None = None,
     block: int = BLOCK,
     parallel: str = "auto",
@@ -68,8 +69,10 @@ def attention(
         document. Default: each sequence is one document.
     dropout : float
         Dropout probability of the softmax weights. Default: 0.
-    seed, stream : int
-        Seed and stream of the dropout mask, which also depends on a weight's place in the whole batch. Default: 0.
+    seed : int
+        Seed of the dropout mask, which also depends on a weight's place in the whole batch. Default: 0.
+    stream : int or callable
+        Second seed. A function is called in each forward pass, also in those that are replayed. Default: 0.
     scale : float or None
         Factor of the scores. Default: 1 / sqrt(size).
     block : int
@@ -139,13 +142,14 @@ def attention(
         )
     if method == "ulysses":
         operands = _spread_heads(operands, size, SEQ)
-    drops = Dropout(dropout, seed, stream, 0, 0, _specs(operands)[0].shape[1] // size, length) if dropout else None
+    drops = Dropout(dropout, seed, 0, 0, 0, _specs(operands)[0].shape[1] // size, length) if dropout else None
     local = _Local(
         operands,
         size,
         Visible(causal, window, drops, block),
         size**-0.5 if scale is None else scale,
         _documents(operands[0], documents),
+        stream,
     )
     return relayout(local.output(operands), stored)
 
@@ -298,13 +302,21 @@ class _Local:
 
     `specs` describe q, k and v, or the single tensor with all three. `shares` contains the segments
     of this rank's rows, each with the ranks that hold the other rows of its sequences. `fresh`: gradients are
-    written once, so they need not start at zero. `documents` begins at the row `first` of the whole batch.
+    written once, so they need not start at zero. `documents` begins at the row `first` of the whole batch. `drawn` is
+    the stream of the last forward pass.
     """
 
     def __init__(
-        self, operands: Sequence[Tensor], size: int, visible: Visible, scale: float, documents: np.ndarray | None
+        self,
+        operands: Sequence[Tensor],
+        size: int,
+        visible: Visible,
+        scale: float,
+        documents: np.ndarray | None,
+        stream: int | Callable[[], int],
     ):
         self.size, self.visible, self.scale, self.documents = size, visible, scale, documents
+        self.stream, self.drawn = stream, 0
         q, k, v = _specs(operands)
         grid = q.grid
         lacks = any(_lacks(q.layout, each.layout, q.shape[1], k.shape[1], size, grid.shape) for each in (k, v))
@@ -363,7 +375,7 @@ class _Local:
         dropout = self.visible.dropout
         if dropout is None:
             return self.visible
-        return self.visible._replace(dropout=dropout._replace(sequence=own.sequence, head=run.first))
+        return self.visible._replace(dropout=dropout._replace(stream=self.drawn, sequence=own.sequence, head=run.first))
 
     def gathered(self, x: Tensor, spec: TensorSpec) -> Array:
         """k or v, with all heads that this rank needs."""
@@ -372,6 +384,10 @@ class _Local:
         with x.grid.ledger.phase("gather heads"):
             return relayout_array(x.grid, x.shard, x.shape, x.layout, spec.layout).wait()
 
+    def _draw(self) -> None:
+        """Take the number of the mask of dropout of this forward pass."""
+        self.drawn = self.stream() if callable(self.stream) else self.stream
+
     def output(self, operands: Sequence[Tensor]) -> Tensor:
         """Result, recorded on the tape."""
         spec, grid, held = self.q, self.q.grid, [each.shard for each in operands]
@@ -379,33 +395,14 @@ class _Local:
         q, *keys_and_values = self.parts(held)
         wide, ring = spec.accumulation.new(), Ring(grid, keys_and_values, self.visible.block)
         rows, cols = spec.local_shape
+        call(grid.engine, self._draw)
         lse = grid.workspace.array((rows * cols // self.size,), spec.accumulation.dtype, spec.library)
         for share in self.shares:
             own, fresh = share.own, True
-            queries, out = (self.heads(each[own.rows], own.number) for each in (q, wide))
-            here, sums = self.rows(own), self.lse(lse, own)
+            here, arrays = self.rows(own), (q[own.rows], wide[own.rows], self.lse(lse, own))
             for visit, part in in_turn(share, keys_and_values, (), ring.forward(share)):
-                keys = self.rows(visit.keys, visit.piece)
-                key, value = (self.heads(each, own.number) for each in visit.arrays)
-                if self.cache is not None:
-                    key, value = self.cache.extend(key, value)
-                    keys = Rows(np.arange(key.shape[2]))
-                with computing(grid, "attention", self.work(2, own, visit), "attention"):
-                    for run in self.runs:
-                        attend(
-                            spec.library,
-                            grid.workspace,
-                            queries[:, run.of_q],
-                            key[:, run.of_k],
-                            value[:, run.of_k],
-                            here,
-                            keys,
-                            self.sees(run, own),
-                            self.scale,
-                            Partial(out[:, run.of_q], sums[:, run.of_q]),
-                            fresh,
-                            part,
-                        )
+                step = partial(self.visit, own, here, self.rows(visit.keys, visit.piece), fresh, part)
+                call(grid.engine, step, *arrays, *visit.arrays)
                 fresh = False
         local = self.rounded(spec, wide)
         saved = {
@@ -421,45 +418,96 @@ class _Local:
             keep={**saved, "attention.output": local, "attention.lse": lse},
         )
 
+    def visit(
+        self,
+        own: Segment,
+        here: Rows,
+        keys: Rows,
+        fresh: bool,
+        part: str,
+        q: Array,
+        out: Array,
+        lse: Array,
+        *keys_and_values: Array,
+    ) -> None:
+        """Attention of a segment of queries to the keys of a visit. See `kernel.attend`."""
+        grid = self.q.grid
+        queries, out, key, value = (self.heads(each, own.number) for each in (q, out, *keys_and_values))
+        if self.cache is not None:
+            key, value = self.cache.extend(key, value)
+            keys = Rows(np.arange(key.shape[2]))
+        with computing(grid, "attention", self.work(2, own, keys), "attention"):
+            for run in self.runs:
+                attend(
+                    self.q.library,
+                    grid.workspace,
+                    queries[:, run.of_q],
+                    key[:, run.of_k],
+                    value[:, run.of_k],
+                    here,
+                    keys,
+                    self.sees(run, own),
+                    self.scale,
+                    Partial(out[:, run.of_q], lse[:, run.of_q]),
+                    fresh,
+                    part,
+                )
+
     def gradients(self, gradient: Array, *saved: Array) -> list[Gradient]:
         *held, out, lse = saved
         (q, k, v), grid = self.parts(held), self.q.grid
         ring, of_operands = Ring(grid, (k, v), self.visible.block), [spec.accumulation.new() for spec in self.specs]
         for each in () if self.fresh else of_operands:
-            each[...] = 0
+            assign(grid.engine, each, 0)
         dq, *totals = self.parts(of_operands)
         for share in self.shares:
-            own = share.own
-            queries, result, dout, slope = (self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq))
-            here, sums = self.rows(own), self.lse(lse, own)
+            here, own = self.rows(share.own), share.own
+            arrays = *(each[own.rows] for each in (q, out, gradient, dq)), self.lse(lse, own)
             for visit, part in in_turn(share, (k, v), totals, ring.backward(share, totals)):
-                keys = self.rows(visit.keys, visit.piece)
-                key, value, dk, dv = (self.heads(each, own.number) for each in (*visit.arrays, *visit.gradients))
-                with computing(grid, "attention", self.work(5, own, visit), "attention backward"):
-                    for run in self.runs:
-                        of_q, of_k = run.of_q, run.of_k
-                        attend_backward(
-                            self.q.library,
-                            grid.workspace,
-                            queries[:, of_q],
-                            key[:, of_k],
-                            value[:, of_k],
-                            result[:, of_q],
-                            sums[:, of_q],
-                            dout[:, of_q],
-                            here,
-                            keys,
-                            self.sees(run, own),
-                            self.scale,
-                            slope[:, of_q],
-                            dk[:, of_k],
-                            dv[:, of_k],
-                            self.fresh,
-                            part,
-                        )
+                step = partial(self.visit_backward, own, here, self.rows(visit.keys, visit.piece), part)
+                call(grid.engine, step, *arrays, *visit.arrays, *visit.gradients)
         return [
             Gradient(self.rounded(spec, each), self.of_gradient(spec)) for spec, each in zip(self.specs, of_operands)
         ]
+
+    def visit_backward(
+        self,
+        own: Segment,
+        here: Rows,
+        keys: Rows,
+        part: str,
+        q: Array,
+        out: Array,
+        gradient: Array,
+        dq: Array,
+        lse: Array,
+        *of_keys: Array,
+    ) -> None:
+        """Add the gradients of `visit`. of_keys: keys, values and their gradients. See `kernel.attend_backward`."""
+        grid = self.q.grid
+        queries, result, dout, slope = (self.heads(each, own.number) for each in (q, out, gradient, dq))
+        key, value, dk, dv = (self.heads(each, own.number) for each in of_keys)
+        with computing(grid, "attention", self.work(5, own, keys), "attention backward"):
+            for run in self.runs:
+                attend_backward(
+                    self.q.library,
+                    grid.workspace,
+                    queries[:, run.of_q],
+                    key[:, run.of_k],
+                    value[:, run.of_k],
+                    result[:, run.of_q],
+                    lse[:, run.of_q],
+                    dout[:, run.of_q],
+                    here,
+                    keys,
+                    self.sees(run, own),
+                    self.scale,
+                    slope[:, run.of_q],
+                    dk[:, run.of_k],
+                    dv[:, run.of_k],
+                    self.fresh,
+                    part,
+                )
 
     def of_gradient(self, spec: TensorSpec) -> Layout:
         """Layout of a gradient, with partial sums over the axes that split only the heads of q."""
@@ -469,9 +517,13 @@ class _Local:
 
     def rounded(self, spec: TensorSpec, wide: Array) -> Array:
         """The array, rounded to the type of the spec."""
-        return wide if spec == spec.accumulation else map_elementwise(spec, None, AS_IT_IS, wide)
+        if spec == spec.accumulation:
+            return wide
+        out = spec.new()
+        call(spec.grid.engine, lambda wide, out: map_elementwise(spec, None, AS_IT_IS, wide, out=out), wide, out)
+        return out
 
-    def work(self, gemms: int, own: Segment, visit: Visit) -> int:
-        """Number of operations for the keys of a visit, by this number of GEMMs."""
-        pairs = own.number * len(own.position) * len(visit.keys.position[visit.piece])
+    def work(self, gemms: int, own: Segment, keys: Rows) -> int:
+        """Number of operations for keys, by this number of GEMMs."""
+        pairs = own.number * len(own.position) * len(keys.position)
         return 2 * gemms * pairs * self.q.local_shape[1]

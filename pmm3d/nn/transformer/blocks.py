@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import gcd, ulp
 from typing import Any
 
-from ...comm import Grid
+from ...comm import Grid, call
 from ...errors import LayoutError, Pmm3dError
 from ...layout import Layout, natural, real
 from ...layout.layout import layout_of
@@ -37,6 +37,8 @@ class CoreAttention(Module):
     """Part of `Attention` between the projections, without parameters. turns: as from `qkv_turns`. rule: arguments of
     `attention`."""
 
+    replays, arguments = True, ("calls",)
+
     def __init__(
         self,
         grid: Grid,
@@ -60,10 +62,20 @@ class CoreAttention(Module):
                 q, k = (rotary(each, size, base=self.rotary_base) for each in (q, k))
             operands = [q, k, v]
         dropout = self.dropout if self.training else 0.0
-        self.calls += dropout > 0
+        if dropout:
+            call(self.grid.engine, self._count)
         return attention(
-            *operands, size=size, documents=documents, dropout=dropout, seed=self.seed, stream=self.calls, **self.rule
+            *operands,
+            size=size,
+            documents=documents,
+            dropout=dropout,
+            seed=self.seed,
+            stream=lambda: self.calls,
+            **self.rule,
         )
+
+    def _count(self) -> None:
+        self.calls += 1
 
 
 class Attention(Module):
@@ -128,6 +140,8 @@ class Attention(Module):
     ...     net(x).shape, list(net.named_parameters())
     ((4, 8), ['qkv.weight', 'qkv.bias', 'out.weight', 'out.bias'])
     """
+
+    replays = True
 
     def __init__(
         self,
@@ -280,6 +294,8 @@ class FeedForward(Module):
     (552, 768)
     """
 
+    replays = True
+
     def __init__(
         self,
         grid: Grid,
@@ -387,6 +403,8 @@ class TransformerBlock(Module):
     ...     list(nn.TransformerBlock(grid, 8, 2, bias=False, norm="rms").named_parameters())
     ['norm1.gain', 'attention.qkv.weight', 'attention.out.weight', 'norm2.gain', 'mlp.up.weight', 'mlp.down.weight']
     """
+
+    replays = True
 
     def __init__(
         self,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...arrays import Array
-from ...comm import Grid
+from ...arrays import Array, NumpyLibrary
+from ...comm import Grid, call
 from ...errors import DTypeError, LayoutError, Pmm3dError
-from ...layout import Layout, order_of
+from ...layout import Box, Layout, order_of
 from ...layout.layout import layout_of, unit_of
 from ...product import DistMatrix
 from ...product.constructors import Library
-from ..compute import array_namespace, computing
+from ..compute import array_namespace, computing, local_results
 from ..contract import LazyMatrix
 from ..dense import OTHER, cuts_inside, weight_layout
 from ..layers import Dropout, check_activations, check_sizes, parameter
@@ -74,7 +75,7 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
            [ 0., 10.]])
     """
     matrix = tokens.value if isinstance(tokens, Tensor) else tokens
-    check_tokens(matrix, table.shape[1])
+    call(matrix.grid.engine, partial(check_tokens, matrix, table.shape[1]))
     return _looked_up(matrix, table)
 
 
@@ -92,46 +93,58 @@ def _looked_up(matrix: DistMatrix, table: Tensor) -> Tensor:
     natural = layout_of(rows, (k,), (OTHER[k],), (matrix.layout.units[0], units[0]))
     spec = table.spec.like((matrix.shape[0], table.shape[0]), natural)
     full = BackwardSync.of(table.grid).weights.gathered(table, table.tape.phase) if gathers else table.shard
-    index, inside = _own_tokens(table, matrix)
-    xp, shape, out = array_namespace(full), tuple(full.shape), spec.new()
-    with computing(spec.grid, "embedding", name="embedding"):
-        if shape[1]:
-            out[...] = spec.library.columns(full, index).T
-        if inside is not None:
-            out[...] = xp.where(inside, out, 0)
+    engine, library, xp, shape, out = (
+        table.grid.engine,
+        spec.library,
+        array_namespace(full),
+        tuple(full.shape),
+        spec.new(),
+    )
+    index, *inside = local_results(table.grid, partial(_own_tokens, matrix, library, table.box, table.shape[1]))
 
-    def rule(gradient: Array, index: Array, *inside: Array) -> tuple[LazyMatrix]:
+    def forward(full: Array, out: Array, index: Array, *inside: Array) -> None:
+        with computing(spec.grid, "embedding", name="embedding"):
+            if shape[1]:
+                out[...] = library.columns(full, index).T
+            if inside:
+                out[...] = xp.where(inside[0], out, 0)
+
+    def backward(beta: int, gradient: Array, out: Array, index: Array, *inside: Array) -> None:
+        with computing(spec.grid, "embedding", name="embedding backward"):
+            if not beta:
+                out[...] = 0
+            if shape[1]:
+                own = xp.where(inside[0], gradient, 0) if inside else gradient
+                library.add_columns(out, index, library.astype(own, library.dtype(out)), spec.grid.workspace)
+
+    def rule(gradient: Array, *places: Array) -> tuple[LazyMatrix]:
         def fill(out: Array, beta: int, _: slice) -> None:
-            with computing(spec.grid, "embedding", name="embedding backward"):
-                if not beta:
-                    out[...] = 0
-                if shape[1]:
-                    own = xp.where(inside[0], gradient, 0) if inside else gradient
-                    own = spec.library.astype(own, spec.library.dtype(out))
-                    spec.library.add_columns(out, index, own, spec.grid.workspace)
+            call(engine, partial(backward, beta), gradient, out, *places)
 
         return (LazyMatrix(layout_of((k,), (OTHER[k],), rows, units), shape, fill, "reduce dW"),)
 
-    saved = {"embedding.index": index} | ({} if inside is None else {"embedding.inside": inside})
+    call(engine, forward, full, out, index, *inside)
+    saved = dict(zip(("embedding.index", "embedding.inside"), (index, *inside)))
     return table.from_op(out, (table,), rule, keep=saved, shape=spec.shape, layout=natural)
 
 
 def _redistributed(tokens: DistMatrix, layout: Layout) -> DistMatrix:
     """Tokens in another layout, with the same `labels_below`."""
-    moved = tokens.redistribute(layout)
+    local = local_results(tokens.grid, lambda: tokens.redistribute(layout).local)
+    moved = DistMatrix(tokens.grid, local, tokens.shape, layout)
     moved.labels_below = tokens.labels_below
     return moved
 
 
-def _own_tokens(table: Tensor, tokens: DistMatrix) -> tuple[Array, Array | None]:
+def _own_tokens(tokens: DistMatrix, library: NumpyLibrary, box: Box, vocabulary: int) -> tuple[Array, ...]:
     """For each token of this rank, the column in the rank's block of the table, and whether the token is in the block.
-    The second array is None if the block has the whole vocabulary."""
-    library, box, held = table.library, table.box, tokens.local.reshape(-1)
+    The second array is left out if the block has the whole vocabulary."""
+    held = tokens.local.reshape(-1)
     if tokens.library != library:
         held = library.from_numpy(tokens.library.to_numpy(held), "int64")
     held = library.astype(held, "int64")
-    if box.shape[1] == table.shape[1]:
-        return held, None
+    if box.shape[1] == vocabulary:
+        return (held,)
     inside = (held >= box.c0) & (held < box.c1)
     return (held - box.c0).clip(0, max(0, box.shape[1] - 1)), inside[:, None]
 
@@ -213,6 +226,8 @@ class Embedding(Module):
     ...     nn.Embedding(grid, 5, 4, positions=8)(tokens).shape
     (2, 4)
     """
+
+    replays = True
 
     def __init__(
         self,

@@ -24,6 +24,8 @@ from .names import EPS, ROTARY_BASE, Architecture
 class Head(Module):
     """Last norm, and layer from features to logits. table: the embedding's table, as the weight of a tied head."""
 
+    replays = True
+
     def __init__(
         self,
         grid: Grid,
@@ -232,6 +234,7 @@ class GPT(Transformer):
     ((4, 5), 1832)
     """
 
+    replays = True
     kind = "gpt2"
 
 
@@ -257,6 +260,7 @@ class Encoder(Transformer):
     False
     """
 
+    replays = True
     block: Mapping[str, Any] = {"causal": False, "activation": "gelu"}
 
 
@@ -283,6 +287,7 @@ class Llama(Transformer):
     ((4, 5), 680)
     """
 
+    replays = True
     kind, learned, tied, norm = "llama", False, False, "rms"
     block: Mapping[str, Any] = {"bias": False, "gated": True, "activation": "silu"}
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...arrays import Array, library_of
-from ...comm import Grid, Pending
+from ...comm import Grid, Pending, assign
 from ...layout import SEQ, Box, Coords, GridShape, Layout
 from ..contract import EVERYTHING
 from .sequence import row_positions, sequence_length
@@ -211,7 +211,7 @@ class Ring:
                 self._send(visit.gradients, to, tag + 2 * number)
         for total, arriving, receives in home:
             _wait(receives)
-            total[...] = arriving
+            assign(self.grid.engine, total, arriving)
         _wait(self._sent)
         self._sent = []
 

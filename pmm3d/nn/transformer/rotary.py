@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from ...arrays import Array, NumpyLibrary
-from ...comm import Grid
+from ...comm import Grid, call
 from ...errors import LayoutError
 from ..compute import TensorSpec, computing
 from ..operations import in_units
@@ -82,10 +82,14 @@ def _rotated(spec: TensorSpec, array: Array, places: Array, tables: tuple[Array,
     """Array with its pairs rotated forward (sign 1) or back (sign -1). Low precision is computed in float32."""
     half, library, out = tables[0].shape[1], spec.library, spec.new()
     shape = spec.local_shape[0], spec.local_shape[1] // (2 * half), 2, half
-    with computing(spec.grid, "elementwise", name=name):
-        cos, sin = (table[places][:, None] for table in tables)
-        pairs = library.astype(array, library.dtype(cos)).reshape(*shape)
-        one, other, made = pairs[:, :, 0], pairs[:, :, 1], out.reshape(*shape)
-        made[:, :, 0] = one * cos - other * (sin * sign)
-        made[:, :, 1] = other * cos + one * (sin * sign)
+
+    def rotate(array: Array, out: Array) -> None:
+        with computing(spec.grid, "elementwise", name=name):
+            cos, sin = (table[places][:, None] for table in tables)
+            pairs = library.astype(array, library.dtype(cos)).reshape(*shape)
+            one, other, made = pairs[:, :, 0], pairs[:, :, 1], out.reshape(*shape)
+            made[:, :, 0] = one * cos - other * (sin * sign)
+            made[:, :, 1] = other * cos + one * (sin * sign)
+
+    call(spec.grid.engine, rotate, array, out)
     return out
