@@ -5,6 +5,7 @@ from calls import calls_of
 
 from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, matmul
 
+pytestmark = pytest.mark.numpy_only("the limits are those of numpy arrays")
 MOST_CALLS = {1: 150, 4: 280}
 """Largest number of calls of a repeated `a @ b`, by ranks. On Python 3.11 with numpy 2 it takes 117 and 240 calls. It
 took 219 and 392, when each call checked and planned the product anew."""

@@ -223,7 +223,8 @@ def test_a_block_keeps_what_the_formula_says(grid, name, options, sequences):
         recompute=options.get("recompute", "none"),
         dropout="dropout" in options,
     )
-    expected += (options.get("recompute") != "full") * 2 * STATISTICS * rows // shared
+    statistics = STATISTICS if shape.y == 1 else 4  # torch's kernel is for rows that are not split
+    expected += (options.get("recompute") != "full") * 2 * statistics * rows // shared
     with dry_grid(grid) as dry:
         found = [of_a_block(each, rows=sequences * SEQUENCE, **options) for each in (grid, dry)]
         assert found == [expected, expected]
