@@ -125,7 +125,7 @@ class Module:
         return self.grid
 
     def _facts(self) -> list[Any]:
-        """What the instructions of `forward` depend on (`replay`)."""
+        """Facts on which the recorded instructions of `forward` depend; see `nn.replay`."""
         return [value for name, value in vars(self).items() if name not in ("_replays", *type(self).arguments)]
 
     def _gradient_buffers(self) -> list[tuple[str, GradientBuffer]]:

@@ -360,7 +360,7 @@ class Optimizer:
         self.zero_grad()
 
     def _part(self, parameter: Parameter) -> Part:
-        """What this rank updates of a parameter."""
+        """Return the part of a parameter that this rank updates."""
         part = self._parts.get(parameter)
         if part is None or part.spec is not parameter.spec:
             part = self._parts[parameter] = Part(parameter, self._splits(parameter))

@@ -73,7 +73,7 @@ LIKE_WEIGHT = StateForm()
 
 
 class Part:
-    """What this rank updates of a parameter: what depends on shapes, layouts and types only.
+    """The part of a parameter that this rank updates. It is made anew if the parameter moves to another layout.
 
     layout      layout of the gradient, of states and of the master weight
     is_split    whether each rank along data updates another part

@@ -136,7 +136,7 @@ class BackwardSync:
         self.digest = crc32(f"{self.digest} {scale} {problem}{used}".encode()) & 0xFFFF
 
     def last_passes(self, number: int) -> list[tuple[Uses, float | None, str]]:
-        """The last backward passes, for `note_pass`: fewer, if not so many are remembered."""
+        """Return the last backward passes, as arguments of `note_pass`. At most `REMEMBERED` are known."""
         return [*self._recent][-number:] if number else []
 
     def explain(self) -> None:

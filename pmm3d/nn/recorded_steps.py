@@ -38,7 +38,7 @@ NO_AGREEMENT = -1.0
 TRIES = 8
 """Number of steps after a recording in which a step with equal facts is compared."""
 CHECKED = 50
-"""With PMM3D_DEBUG=1, every so many steps a replayed step is compared with ordinary passes."""
+"""With PMM3D_DEBUG=1, each step whose number is a multiple of this one is compared with ordinary passes."""
 FUNCTIONS = *ACTIVATIONS.values(), softmax, log_softmax
 """Functions that are recorded, as layers."""
 LOSSES = mse, mae, cross_entropy
