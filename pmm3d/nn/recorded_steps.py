@@ -103,7 +103,7 @@ class Recorded:
         except BaseException:  # collectives that are under way may still write to the arrays
             for _, buffer, _, _ in self._after:
                 buffer.fail()
-            self.program, self.trusted, self.seen = None, False, 0
+            self.forget()
             batches[0][0].grid.attached.pop(Arena, None)  # no other step may use its memory
             raise
         for _, buffer, layout, scales in self._after:
@@ -113,6 +113,10 @@ class Recorded:
             parallel.note_pass(*noted)
         parallel.passes += len(self._noted)
         return self._losses
+
+    def forget(self, seen: int = 0) -> None:
+        """Forget the program. A new one is compared before it is trusted."""
+        self.program, self.trusted, self.checked, self.seen = None, False, False, seen
 
     def compare(self, network: Module, batches: Sequence[Batch], passes: Passes) -> list[Any]:
         """Run the program, then the passes as usual, and compare their bits. Return the losses of the usual passes."""
@@ -180,7 +184,7 @@ class Replays:
         else:
             recorded = self._with(facts)
             if recorded.program is not None and recorded.program.arena is not self._arena():
-                recorded.program, recorded.trusted, recorded.seen = None, False, 0  # after an error of another step
+                recorded.forget()  # after an error of another step
         again = self._grid.debug and self._steps % CHECKED == 0
         if self._tries or again:
             if self._every(recorded is not None and recorded.program is not None and recorded.trusted == again):
@@ -212,7 +216,7 @@ class Replays:
             return
         if recorded is None:
             if proposals and (other := self._replayed) is not None:  # the facts of another stage changed
-                other.program, other.trusted, other.checked, other.seen = None, False, False, ORDINARY
+                other.forget(ORDINARY)
             return
         if proposals < self._everyone.size and recorded.repeats and not (recorded.checked or recorded.problem):
             recorded.repeats, recorded.program = False, None
