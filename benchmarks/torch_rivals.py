@@ -28,6 +28,8 @@ RIVALS = ("ddp", "fsdp2", "tp", "threads")
 GEMM = 2048
 PATIENCE = 600
 """Seconds after which training processes count as hanging."""
+COMPARED = 5
+"""Number of the step whose loss is compared. Rounding in a ReLU changes the losses of later steps."""
 
 
 def weights(layer: int, width: int) -> np.ndarray:
@@ -42,9 +44,9 @@ def batch_of(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(rival: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a rival: {"seconds": of each step after the warm-up, on the slower process, "final_loss": loss of the
-    last step, before its update}. sizes: layers, width, batch, steps, warm_up, lr. Raises ProgramError with the error
-    of a failed process."""
+    """Figures of a rival: {"seconds": of each step after the warm-up, on the slower process, "loss": loss of
+    step `COMPARED`, before its update}. sizes: layers, width, batch, steps, warm_up, lr. Raises ProgramError with the
+    error of a failed process."""
     processes, threads = {"threads": (1, 2), "plain": (1, 1)}.get(rival, (2, 1))
     if rival in ("ddp", "fsdp2") and sizes["batch"] % processes:
         raise ProgramError(f"a batch of {sizes['batch']} has no equal parts for {processes} processes")
@@ -87,7 +89,7 @@ def work(task: dict[str, Any]) -> dict[str, Any]:
     slower = torch.tensor(seconds, dtype=torch.float64)
     torch.distributed.all_reduce(slower, torch.distributed.ReduceOp.MAX)
     torch.distributed.barrier()
-    return {"seconds": slower.tolist(), "final_loss": loss.item()}
+    return {"seconds": slower.tolist(), "loss": loss.item()}
 
 
 def _prepared(torch: Any, task: dict[str, Any], rank: int, processes: int) -> tuple[Any, Any, Any]:
@@ -123,7 +125,7 @@ def _steps(torch: Any, task: dict[str, Any], model: Any, x: Any, y: Any) -> tupl
     sharded = any(hasattr(weight, "placements") for weight in model.parameters())  # DTensor supports only foreach
     fastest = {"foreach": True} if sharded else {"fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=task["lr"], **fastest)
-    seconds = []
+    seconds, losses = [], []
     for _ in range(task["warm_up"] + task["steps"]):
         torch.distributed.barrier()
         begun = time.perf_counter()
@@ -132,7 +134,8 @@ def _steps(torch: Any, task: dict[str, Any], model: Any, x: Any, y: Any) -> tupl
         loss.backward()
         optimizer.step()
         seconds.append(time.perf_counter() - begun)
-    return seconds[task["warm_up"] :], loss.detach().clone()
+        losses.append(loss.detach())
+    return seconds[task["warm_up"] :], losses[:COMPARED][-1].clone()
 
 
 def _gemm(torch: Any) -> float:

@@ -5,10 +5,10 @@
     python benchmarks/training.py --beside ../before/.venv/bin/python         this version and another one, in turns
     python benchmarks/training.py --width 512 --batch 256 --rivals --steps 50     most of a small step is Python
 
-Network, weights and batch are those of torch_rivals.py, and the losses must be equal. Each round runs all contestants.
-Ratios are medians of the ratios within a round. --grids selects networks of pmm3d.nn, --bridges torch models with
-pmm3d.torch, --rivals only PyTorch. pmm3d.nn runs with the best OpenBLAS kernel for this CPU and, if it differs, with
-OpenBLAS's own choice. --kernels selects others.
+Network, weights and batch are those of torch_rivals.py, and the losses of the fifth step must be equal. A step of
+pmm3d.nn is a `train_step`. Each round runs all contestants. Ratios are medians of the ratios within a round. --grids
+selects networks of pmm3d.nn, --bridges torch models with pmm3d.torch, --rivals only PyTorch. pmm3d.nn runs with the
+best OpenBLAS kernel for this CPU and, if it differs, with OpenBLAS's own choice. --kernels selects others.
 
 of the limit   time of the GEMMs of the step at the rate of a 2048 x 2048 x 2048 GEMM of the same BLAS on one core, for
                2 cores, / time of the step. The rate is the better of two medians, before and after the steps. A layer
@@ -33,7 +33,7 @@ from typing import Any
 import torch_rivals
 from records import parser, report
 from timing import Result, beside, interleaved, on_ranks, output_of, slowest
-from torch_rivals import GEMM, RIVALS, batch_of, keep_to_cores, weights
+from torch_rivals import COMPARED, GEMM, RIVALS, batch_of, keep_to_cores, weights
 
 from pmm3d.arrays.blas_choice import blas_here
 from pmm3d.comm.ledger import Ledger
@@ -65,12 +65,13 @@ TOLERANCE = 1e-4
 
 
 def ours(options: Namespace) -> dict[str, Any] | None:
-    """On every rank: the steps with pmm3d.nn. Rank 0 returns {"seconds", "final_loss", ...}."""
+    """On every rank: the steps with pmm3d.nn. Rank 0 returns {"seconds", "loss", ...}."""
     from mpi4py import MPI
 
     from pmm3d import DistMatrix, Grid, nn
     from pmm3d.layout import batch_layout, parse_shape
     from pmm3d.nn import optim
+    from pmm3d.nn.training.step import train_step
     from pmm3d.tools.bench import measure as bench
 
     comm, shape = MPI.COMM_WORLD, parse_shape(options.ours)
@@ -78,15 +79,13 @@ def ours(options: Namespace) -> dict[str, Any] | None:
         net = nn.MLP(grid, [options.width] * (options.layers + 1), nn.relu, bias=False, seed=0, dtype="float32")
         for index, parameter in enumerate(net.parameters()):
             parameter.assign(DistMatrix.from_global(grid, weights(index, options.width), layout=parameter.layout))
-        opt, losses = optim.SGD(net.parameters(), lr=LEARNING_RATE), []
+        opt, losses = optim.SGD(net.parameters(), lr=LEARNING_RATE), list[float]()
         inputs, targets = batch_of(options.batch, options.width)
         x = DistMatrix.from_global(grid, inputs, layout=batch_layout("y"))
         y = DistMatrix.from_global(grid, targets, layout=net.output_layout)
 
         def step() -> None:
-            losses.append(nn.mse(net(x), y))
-            losses[-1].backward()
-            opt.step()
+            losses.append(train_step(net, opt, nn.mse, [(x, y)])[0])
 
         side = min(GEMM, 8 * options.width)
         case = bench.Case(side, side, side, dtype="float32")
@@ -96,14 +95,14 @@ def ours(options: Namespace) -> dict[str, Any] | None:
         grid.ledger.reset()
         own: list[float] = []
         seconds = [slowest(comm, lambda: own.append(timeit.timeit(step, number=1))) for _ in range(options.steps)]
-        shares, final_loss = shares_of(grid.ledger, sum(own)), losses[-1].item()
+        shares = shares_of(grid.ledger, sum(own))
         core = max(before, bench.core_rate(grid, case, case.product))
         return (
             None
             if grid.rank
             else {
                 "seconds": seconds,
-                "final_loss": final_loss,
+                "loss": losses[:COMPARED][-1],
                 "core_gflops": core,
                 "shares": shares,
                 "kernel": blas_here().kernel,
@@ -112,7 +111,7 @@ def ours(options: Namespace) -> dict[str, Any] | None:
 
 
 def bridge(options: Namespace) -> dict[str, Any] | None:
-    """On every rank: the steps of a torch model with pmm3d.torch. Rank 0 returns {"seconds", "final_loss"}."""
+    """On every rank: the steps of a torch model with pmm3d.torch. Rank 0 returns {"seconds", "loss"}."""
     import torch
     from mpi4py import MPI
 
@@ -139,8 +138,8 @@ def bridge(options: Namespace) -> dict[str, Any] | None:
             optimizer.step()
 
         seconds = [slowest(comm, step) for _ in range(options.warm_up + options.steps)]
-        loss = mean(grid, losses[-1].detach()).item()
-        return None if grid.rank else {"seconds": seconds[options.warm_up :], "final_loss": loss}
+        loss = mean(grid, losses[:COMPARED][-1].detach()).item()
+        return None if grid.rank else {"seconds": seconds[options.warm_up :], "loss": loss}
 
 
 def shares_of(ledger: Ledger, seconds: float) -> dict[str, float]:
@@ -180,7 +179,7 @@ def run(
 
 
 def contestants(options: Namespace) -> dict[str, Callable[[], Result]]:
-    """Name -> function that runs the contestant once and returns {"seconds", "final_loss", ...}."""
+    """Name -> function that runs the contestant once and returns {"seconds", "loss", ...}."""
     sizes = {name: getattr(options, name) for name in SIZES}
     sides = [("", sys.executable), *([(BESIDE, options.beside)] if options.beside else [])]
     everyone = {
@@ -240,8 +239,8 @@ def whereabouts(found: dict[str, Any]) -> list[list[str]]:
 
 
 def differing(runs: Mapping[str, list[Result]]) -> list[str]:
-    """Contestants whose last loss differs from that of the first."""
-    losses = {name: results[-1]["final_loss"] for name, results in runs.items()}
+    """Contestants whose loss differs from that of the first."""
+    losses = {name: results[-1]["loss"] for name, results in runs.items()}
     first = next(iter(losses.values()), 0.0)
     return [name for name, loss in losses.items() if not abs(loss - first) <= TOLERANCE * abs(first)]
 
@@ -250,7 +249,7 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--rounds", type=int, default=5, help="rounds over all contestants (5)")
     made.add_argument("--steps", type=int, default=5, help="timed steps of each contestant in a round (5)")
-    made.add_argument("--warm-up", type=int, default=2, help="steps before the timed ones (2)")
+    made.add_argument("--warm-up", type=int, default=8, help="steps before the timed ones (8)")
     made.add_argument(
         "--grids",
         nargs="*",

@@ -16,7 +16,7 @@ from samples import TESTED, bits_of, grids_of, integers, to_library, to_numpy
 
 from pmm3d import DistMatrix, Grid, nn
 from pmm3d.layout import Layout, batch_layout, order_of
-from pmm3d.nn import optim, recorded_steps
+from pmm3d.nn import optim, recorded_passes, recorded_steps
 
 GRIDS = {
     1: [("1x1x1", 1)],
@@ -100,12 +100,13 @@ def alone():
 
 @contextmanager
 def ordinary():
-    """As a context: no step is recorded."""
-    before, recorded_steps.ORDINARY = recorded_steps.ORDINARY, 10**9
+    """As a context: no step and no pass is recorded, and no rank votes on it."""
+    before = recorded_steps.ORDINARY, recorded_passes.VOTES
+    recorded_steps.ORDINARY, recorded_passes.VOTES = 10**9, 0
     try:
         yield
     finally:
-        recorded_steps.ORDINARY = before
+        recorded_steps.ORDINARY, recorded_passes.VOTES = before
 
 
 class Case(NamedTuple):

@@ -51,6 +51,18 @@ class Memory:
         self.queue.add(lambda: freed.fill(RUBBISH), writes=[freed])
 
 
+class Described(Memory):
+    """Memory that an object describes by the CUDA array interface, and owns."""
+
+    def __init__(self, owner):
+        self.queue, self.owner = get_current_stream().queue, owner
+        described = owner.__cuda_array_interface__
+        assert described["typestr"] == "|u1" and described.get("strides") is None
+        self.pointer, [nbytes] = described["data"][0], described["shape"]
+        memory, offset = Memory.at(self.pointer, nbytes)
+        self.bytes = memory[offset : offset + nbytes]
+
+
 def enqueue(work, reads=(), writes=()) -> None:
     """Add work on arrays to the current stream."""
     queue = get_current_stream().queue
@@ -100,6 +112,9 @@ class DeviceArray:
         if np.may_share_memory(reshaped, self._host):
             return self._view(reshaped)
         return lazily(_reshaped, self, shape=reshaped.shape)
+
+    def swapaxes(self, one, other):
+        return self._view(self._host.swapaxes(one, other))
 
     def view(self, dtype):
         return self._view(self._host.view(dtype))

@@ -5,7 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-from standin_arrays import DeviceArray, asnumpy, empty, lazily
+from standin_arrays import Described, DeviceArray, asnumpy, empty, lazily
 from standin_blas import TYPES as CUDA_TYPES
 from standin_blas import cublas, device
 from standin_streams import DEVICES, HERE, Device, Event, Stream, get_current_stream, set_device
@@ -63,6 +63,7 @@ FUNCTIONS = (
     "take_along_axis",
     "tanh",
     "where",
+    "zeros_like",
 )
 REDUCTIONS = ("all", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum")
 TYPES = (
@@ -157,6 +158,9 @@ def names(kind) -> dict:
     """Name -> value of a module with cupy's names. kind: the class of its arrays."""
 
     def asarray(value, dtype=None):
+        if hasattr(value, "__cuda_array_interface__"):
+            memory = Described(value)
+            return kind(memory.bytes, memory)
         host = np.array(value, dtype)
         made = empty(host.shape, host.dtype, kind)
         made.set(host)

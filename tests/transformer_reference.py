@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from math import gcd, prod
+from math import ceil, floor, gcd, log, pi, prod
 from typing import NamedTuple
 from zlib import crc32
 
@@ -32,6 +32,10 @@ class Case(NamedTuple):
     hidden: int = 12
     heads: int = 3
     kv_heads: int | None = None
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    scaling: dict | None = None
     vocabulary: int = 11
     positions: int = 9
     mlp: int = 10
@@ -42,7 +46,7 @@ class Case(NamedTuple):
 
     @property
     def size(self) -> int:
-        return self.hidden // self.heads
+        return self.head_dim or self.hidden // self.heads
 
     @property
     def shared(self) -> int:
@@ -56,6 +60,7 @@ class Case(NamedTuple):
             "hidden": self.hidden,
             "heads": self.heads,
             "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
             "mlp": self.mlp,
             "window": self.window,
             "tied": self.tied,
@@ -66,6 +71,8 @@ class Case(NamedTuple):
         }
         if self.kind == "Llama":
             del sizes["positions"]
+            own = {"qkv_bias": self.qkv_bias, "qk_norm": self.qk_norm, "rotary_scaling": self.scaling}
+            sizes |= {name: value for name, value in own.items() if value is not None}
         return getattr(nn, self.kind)(grid, **sizes)
 
     def batch_of(self, step=0) -> tuple[np.ndarray, np.ndarray]:
@@ -151,6 +158,11 @@ def _logits(torch, case, weights, tokens, documents):
             return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * of(f"{name}.gain")
         return torch.nn.functional.layer_norm(x, x.shape[-1:], of(f"{name}.gain")[0], of(f"{name}.bias")[0], 1e-5)
 
+    def norms(block):
+        """Norms of queries and keys, or functions that do nothing."""
+        names = [f"{block}attention.{name}_norm" for name in "qk"]
+        return [(lambda x, name=name: norm(x, name)) if case.qk_norm else lambda x: x for name in names]
+
     x = of("0.table").T[tokens]
     if not llama:
         x = x + of("0.positions").T[:s]
@@ -158,7 +170,7 @@ def _logits(torch, case, weights, tokens, documents):
     for number in range(1, case.layers + 1):
         block = f"{number}."
         x = x + linear(
-            _attention(torch, case, linear(norm(x, block + "norm1"), block + "attention.qkv"), seen),
+            _attention(torch, case, linear(norm(x, block + "norm1"), block + "attention.qkv"), seen, norms(block)),
             block + "attention.out",
         )
         h = norm(x, block + "norm2")
@@ -186,24 +198,65 @@ def _visible(torch, case, s, documents):
     return seen[:, None]
 
 
-def _attention(torch, case, fused, seen):
+def _attention(torch, case, fused, seen, norms):
     """Attention. fused: columns of q, k and v, in repeated groups of the fewest query heads that share whole
-    columns."""
+    columns. norms: of q and of k."""
     b, s, _ = fused.shape
     group = case.heads // case.shared
     together = group // gcd(group, case.size) * case.size
     parts = fused.reshape(b, s, -1, together + 2 * (together // group)).split([together, *[together // group] * 2], -1)
     q, k, v = (each.reshape(b, s, case.shared, -1, case.size).permute(0, 2, 3, 1, 4) for each in parts)
+    q, k = (norm(each) for norm, each in zip(norms, (q, k)))
     if case.kind == "Llama":
-        q, k = rotated(torch, q), rotated(torch, k)
+        q, k = (rotated(torch, each, scaling=case.scaling) for each in (q, k))
     scores = q @ k.transpose(-1, -2) * case.size**-0.5
     scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     return (torch.softmax(scores, -1) @ v).permute(0, 3, 1, 2, 4).reshape(b, s, -1)
 
 
-def rotated(torch, x, base=10000.0):
-    """Rotate the pairs (i, i + size/2) of x (..., s, size) by position * base^(-2i/size) (Su et al. 2021; as Llama)."""
+def rotated(torch, x, base=10000.0, scaling=None):
+    """Rotate the pairs (i, i + size/2) of x (..., s, size) by position * frequency of the pair, as Llama does."""
     s, size = x.shape[-2:]
-    angle = torch.arange(s, dtype=x.dtype)[:, None] * base ** (-torch.arange(0, size, 2, dtype=x.dtype) / size)
-    one, other = x[..., : size // 2], x[..., size // 2 :]
+    steps, magnitude = frequencies(size, base, scaling, s)
+    angle = torch.arange(s, dtype=x.dtype)[:, None] * torch.tensor(steps, dtype=x.dtype)
+    one, other = magnitude * x[..., : size // 2], magnitude * x[..., size // 2 :]
     return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
+
+
+def frequencies(size, base=10000.0, scaling=None, length=0):
+    """(frequency of each pair, factor of the result) of rotary positions (Su et al. 2021), pair by pair, for sequences
+    of this length. scaling: as of `nn.Llama`."""
+    given = {"rope_type": "default", "factor": 1.0, **(scaling or {})}
+    kind, factor, original = (given.get(key) for key in ("rope_type", "factor", "original_max_position_embeddings"))
+    if kind == "dynamic" and length > original:
+        base *= (factor * length / original - (factor - 1)) ** (size / (size - 2))
+    plain = [base ** (-2 * pair / size) for pair in range(size // 2)]
+    if kind == "linear":
+        return [step / factor for step in plain], 1.0
+    if kind == "llama3":
+        low, high = given["low_freq_factor"], given["high_freq_factor"]
+
+        def mixed(step):
+            wave = 2 * pi / step
+            if wave < original / high:
+                return step
+            if wave > original / low:
+                return step / factor
+            share = (original / wave - low) / (high - low)
+            return (1 - share) * step / factor + share * step
+
+        return [mixed(step) for step in plain], 1.0
+    if kind == "yarn":
+        turns = given.get("beta_fast", 32), given.get("beta_slow", 1)
+        low, high = (size * log(original / (2 * pi * each)) / (2 * log(base)) for each in turns)
+        if given.get("truncate", True):
+            low, high = floor(low), ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        shares = [min(1, max(0, (pair - low) / (high - low if high != low else 0.001))) for pair in range(size // 2)]
+        magnitude = given.get("attention_factor")
+        if magnitude is None:
+            larger = lambda by: 0.1 * by * log(factor) + 1 if factor > 1 else 1.0
+            one, other = given.get("mscale"), given.get("mscale_all_dim")
+            magnitude = larger(one) / larger(other) if one and other else larger(1)
+        return [step * (1 - share) + step / factor * share for step, share in zip(plain, shares)], magnitude
+    return plain, 1.0

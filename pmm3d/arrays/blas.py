@@ -122,7 +122,8 @@ def gemm_batched(dtype: str, a: Matrix, b: Matrix, c: Matrix, alpha: complex, be
     """Call `gemm` for each item of arrays of three dims. Errors, as of `gemm`, are raised before the first item."""
     (at_a, at_b, at_c), item, size = (a[0], b[0], c[0]), items(a, b, c), itemsize(dtype)
     call = _call(dtype, *item.matrices, alpha, beta, AS_THEY_ARE, chosen().largest)
-    step_a, step_b, step_c = (size * stride for stride in item.strides)
+    of_a, of_b, of_c = item.strides
+    step_a, step_b, step_c = size * of_a, size * of_b, size * of_c
     for _ in range(item.number):
         first, second = (at_b, at_a) if call.swapped else (at_a, at_b)
         call.routine(*call.first, first, call.lda, second, call.ldb, call.beta, at_c, call.ldc, *LENGTHS)
@@ -144,8 +145,8 @@ def bound_gemm(
 
 def items(a: Matrix, b: Matrix, c: Matrix) -> Items:
     """Return the matrices in the arrays A, B and C of three dims."""
-    one, other, into = ((shape[1:], strides[1:]) for _, shape, strides in (a, b, c))
-    return Items(c[1][0], (one, other, into), (a[2][0], b[2][0], c[2][0]))
+    matrices = (a[1][1:], a[2][1:]), (b[1][1:], b[2][1:]), (c[1][1:], c[2][1:])
+    return Items(c[1][0], matrices, (a[2][0], b[2][0], c[2][0]))
 
 
 @lru_cache(maxsize=1024)

@@ -61,6 +61,9 @@ class DeviceLibrary(NumpyLibrary):
     def view(self, flat: Array, shape: tuple[int, ...], dtype: str) -> Array:
         return flat[: prod(shape) * itemsize(dtype)].view(dtype).reshape(shape)
 
+    def over_device(self, memory: Any) -> Array:
+        return self.xp.asarray(memory)
+
     def address(self, array: Array) -> int:
         return array.data.ptr
 
@@ -205,6 +208,9 @@ class StreamMemory(NumpyLibrary):
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         return self.of.empty(shape, dtype)
+
+    def address(self, array: Array) -> int:
+        return self.of.address(array)
 
     @property
     def on_host(self) -> bool:  # type: ignore[override]

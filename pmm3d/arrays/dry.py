@@ -162,6 +162,11 @@ class DryArray(NDArrayOperatorsMixin):
 
     min = mean = max
 
+    def argmax(self, axis: Dims = None, keepdims: bool = False) -> DryArray:
+        return self.sum(axis, keepdims, "int64")
+
+    argmin = argmax
+
     def any(self, axis: Dims = None, keepdims: bool = False) -> DryArray:
         return self.sum(axis, keepdims, "bool")
 
@@ -247,7 +252,10 @@ def _elementwise(name: str) -> Callable[..., DryArray]:
 
 
 FUNCTIONS: dict[str, Callable[..., DryArray]] = {
-    **{name: getattr(DryArray, name) for name in ("all", "any", "clip", "max", "mean", "min", "reshape", "sum")},
+    **{
+        name: getattr(DryArray, name)
+        for name in ("all", "any", "argmax", "argmin", "clip", "max", "mean", "min", "reshape", "sum")
+    },
     **{name: _elementwise(name) for name in ("imag", "real", "round", "where")},
     "concatenate": _joined,
     "stack": lambda arrays, axis=0: _joined(arrays, axis, new=True),

@@ -31,6 +31,8 @@ NUMPY_ADVISES = 2**22
 """Bytes from which numpy asks the kernel for huge pages."""
 SUMMED = 2**14
 """Elements whose squares one block of device threads adds up. torch adds in float32 or a wider own type."""
+SQUARED = 2**13
+"""Elements whose squares numpy adds at a time. Memory of larger work arrays would be new in each call."""
 DEVICE_ELEMENTS = 2**24
 """Elements that a device processes at a time in operations with temporaries of 8 bytes or more per element."""
 
@@ -116,6 +118,11 @@ class NumpyLibrary:
     def over_numpy(self, array: np.ndarray, dtype: str) -> Array:
         """Return an array over the memory of a numpy array of type `numpy_type(dtype)`. It keeps that array alive."""
         return array
+
+    def over_device(self, memory: Any) -> Array:
+        """Device libraries only: return a flat uint8 array over the memory that an object describes by the CUDA array
+        interface. It keeps the object alive."""
+        raise NotImplementedError
 
     def dtype(self, array: Array) -> str:
         return dtype_name(array.dtype)
@@ -254,13 +261,13 @@ class NumpyLibrary:
         if self.dtype(array).startswith("complex"):
             return self.square_sum(array.real) + self.square_sum(array.imag)
         flat, total = array.reshape(-1), 0.0
-        step, rows = self.slice_elements, flat.shape[0] // SUMMED
-        if step is None:
+        if self.slice_elements is None:
+            rows = flat.shape[0] // SUMMED
             full_rows, rest = flat[: rows * SUMMED].reshape(rows, SUMMED), flat[rows * SUMMED :].reshape(1, -1)
             return sum((self.square_sums(part).sum() for part in (full_rows, rest) if 0 not in part.shape), total)
-        for start in range(0, flat.shape[0], step):
-            part = self.astype(flat[start : start + step], "float64")
-            total = total + (part * part).sum()
+        for start in range(0, flat.shape[0], SQUARED):
+            part = self.astype(flat[start : start + SQUARED], "float64")
+            total += np.add.reduce(part * part)
         return total
 
     def square_sums(self, rows: Array) -> Array:
@@ -343,8 +350,9 @@ class NumpyLibrary:
                 "gemm_batched: A (items, m, k), B (items, k, n) and C (items, m, n) do not fit together: "
                 f"{shapes[0]}, {shapes[1]}, {shapes[2]}"
             )
-        dtypes = self.dtype(a), self.dtype(c)
-        check_gemm_types(dtypes[0], self.dtype(b), dtypes[1])
+        dtype = self.dtype(a)
+        dtypes = dtype, dtype if c.dtype == a.dtype else self.dtype(c)
+        check_gemm_types(dtype, dtype if b.dtype == a.dtype else self.dtype(b), dtypes[1])
         try:
             if alpha != 0 and 0 not in (*shapes[0], *shapes[2]) and self._at_once(dtypes, a, b, c, alpha, beta, tf32):
                 return
@@ -403,12 +411,20 @@ class NumpyLibrary:
         except blas.TooLarge:
             return lambda: self.gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
 
+    def gemm_of_forms(
+        self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays
+    ) -> Callable[[Array, Array, Array], None]:
+        """Return a function of (a, b, c) that repeats this `gemm` for arrays of the same types, shapes and strides."""
+        return lambda a, b, c: self.gemm(a, b, c, alpha, beta, work)
+
     @property
     def blas_file(self) -> str:
         """File of the BLAS for arrays on the host; "" for SciPy's. Loads the BLAS."""
         return blas.chosen().file
 
     def _matrix(self, array: Array) -> blas.Matrix:
+        if type(array) is np.ndarray:
+            return array.__array_interface__["data"][0], array.shape, _in_elements(array.strides, array.itemsize)
         return self.address(array), tuple(array.shape), self.strides(array)
 
 

@@ -81,6 +81,9 @@ class TorchLibrary(NumpyLibrary):
         made = self.xp.from_numpy(array)
         return made.view(self.xp.bfloat16) if dtype == "bfloat16" else made
 
+    def over_device(self, memory: Any) -> Array:
+        return self.xp.as_tensor(memory, device=self.device)
+
     def words(self, start: int, stop: int) -> Array:
         return self.xp.arange(start, stop, dtype=self.xp.int64, device=self.device)
 
@@ -282,19 +285,33 @@ class TorchLibrary(NumpyLibrary):
     ) -> Callable[[], None]:
         if self.blas_file:
             return super().bound_gemm(a, b, c, alpha, beta, work, conjugated=conjugated)
-        by_calls = partial(self.gemm, a, b, c, alpha, beta, work, conjugated=conjugated)
+        if conjugated != blas.AS_THEY_ARE:
+            return partial(self.gemm, a, b, c, alpha, beta, work, conjugated=conjugated)
+        return partial(self.gemm_of_forms(a, b, c, alpha, beta, work), a, b, c)
+
+    def gemm_of_forms(
+        self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, work: WorkArrays
+    ) -> Callable[[Array, Array, Array], None]:
+        by_calls = super().gemm_of_forms(a, b, c, alpha, beta, work)
+        if self.blas_file:
+            return by_calls
         try:
             shapes = ((each.shape, each.stride()) for each in (a, b, c))
-            blas.arranged(*shapes, conjugated, blas.LP64_LARGEST)
+            blas.arranged(*shapes, blas.AS_THEY_ARE, blas.LP64_LARGEST)
         except blas.TooLarge:
             return by_calls
-        if conjugated != blas.AS_THEY_ARE:
-            return by_calls
-        multiply = partial(self.xp.addmm, c, a, b, beta=beta, alpha=alpha, out=c)
-        if self.dtype(a) not in ("float32", "complex64"):
-            return multiply
-        setting = self.xp.backends.mkldnn.matmul
-        return lambda: multiply() if ON_HOST.is_exact(setting) else by_calls()
+        addmm, setting = self.xp.addmm, self.xp.backends.mkldnn.matmul
+
+        def multiply(a: Array, b: Array, c: Array) -> None:
+            addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+
+        def multiply_exactly(a: Array, b: Array, c: Array) -> None:
+            if ON_HOST.is_exact(setting):
+                addmm(c, a, b, beta=beta, alpha=alpha, out=c)
+            else:
+                by_calls(a, b, c)
+
+        return multiply_exactly if self.dtype(a) in ("float32", "complex64") else multiply
 
     def _multiply(self, a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool) -> None:
         """Multiply arrays of one type. Factors of float32 are exact, or tf32 on a device, whatever torch's settings."""

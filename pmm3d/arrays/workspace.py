@@ -56,7 +56,7 @@ class Arena:
     that is replayed writes to the same addresses. Steps that do not overlap in time share an arena. It is freed with
     the last of them.
 
-    buffers   all buffers;   pools   as those of a Workspace
+    buffers   all buffers;   pools   as those of a Workspace;   taken   the list of `noting`, or None
 
         >>> work = Workspace()
         >>> arena = Arena(work)
@@ -68,7 +68,17 @@ class Arena:
 
     def __init__(self, workspace: Workspace) -> None:
         self.buffers, self.pools = list[Array](), dict[tuple[NumpyLibrary, bool], Pool]()
+        self.taken: list[tuple[int, int]] | None = None
         finalize(self, _subtract, workspace, self.buffers).atexit = False
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[int, int]]]:
+        """As a context: a list that gets (address, bytes) of the memory of each new array."""
+        self.taken = taken = list[tuple[int, int]]()
+        try:
+            yield taken
+        finally:
+            self.taken = None
 
 
 def _subtract(workspace: Workspace, buffers: list[Array]) -> None:
@@ -109,7 +119,7 @@ class Workspace:
     def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
         """Return an array with arbitrary contents. Its buffer is reused after the last reference to the array is gone.
 
-        Device memory comes from the library's own pool.
+        Device memory comes from the library's own pool, except in an arena.
         """
         nbytes = self.counted(shape, dtype, library)
         if nbytes == 0:
@@ -118,9 +128,10 @@ class Workspace:
         return self._lend(ticket, Loan(ticket, nbytes, self._returned), shape, dtype, library)
 
     def counted(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> int:
-        """Return the bytes that `array` counts for such an array; 0 for small arrays and for device memory."""
+        """Return the bytes that `array` counts for such an array; 0 for small arrays, and for device memory that is not
+        in an arena."""
         nbytes = prod(shape) * itemsize(dtype)
-        return nbytes if nbytes >= SMALL_BYTES and library.on_host else 0
+        return nbytes if nbytes >= SMALL_BYTES and (library.on_host or self._arena is not None) else 0
 
     def in_use(self) -> int:
         """Return the bytes of the arrays of `array` that are alive."""
@@ -206,6 +217,8 @@ class Workspace:
                 insort(sizes, nbytes)
                 self.allocated += nbytes
             if lends:
+                if self._arena is not None and self._arena.taken is not None:
+                    self._arena.taken.append((memory.address(flat), nbytes))
                 self.lent += nbytes
                 self.most_lent = max(self.most_lent, self.lent)
         return Ticket(pool, flat)
@@ -220,6 +233,10 @@ class Workspace:
 
     def _lend(self, ticket: Ticket, loan: Loan, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
         """Return an array over the buffer. The array keeps the loan alive."""
+        if not ticket.pool.memory.on_host:
+            interface = {"data": (library.address(ticket.flat), False), "shape": (loan.nbytes,), "typestr": "|u1"}
+            loan.__cuda_array_interface__ = {**interface, "version": 3}
+            return library.view(library.over_device(loan), shape, dtype)
         loan.__array_interface__ = {
             "data": ticket.flat.__array_interface__["data"],
             "shape": shape,
@@ -240,8 +257,9 @@ class Workspace:
 class Loan:
     """Token that returns a buffer to its workspace when the last reference to the token is gone."""
 
-    __slots__ = ("__array_interface__", "_returned", "_ticket", "nbytes")
+    __slots__ = ("__array_interface__", "__cuda_array_interface__", "_returned", "_ticket", "nbytes")
     __array_interface__: dict[str, Any]
+    __cuda_array_interface__: dict[str, Any]
 
     def __init__(self, ticket: Ticket, nbytes: int, returned: deque[tuple[Ticket, int]]) -> None:
         self._ticket, self.nbytes, self._returned = ticket, nbytes, returned

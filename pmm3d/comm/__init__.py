@@ -31,7 +31,8 @@ from .hang import CallersCall
 from .ledger import Entry, Key, Ledger, Record, clock
 from .nodes import Host, Processes, hosts, mpi_name, set_node_maps
 from .point_to_point import TAGS
-from .program import LEAST_WORK, Program, Recorder, assign, call
+from .program import LEAST_WORK, Argument, Counted, Instruction, Kernel, Look, Program, Recorder, Wait, assign, call
+from .repeated_sum import RepeatedSum
 from .shutdown import all_come, leaves_in_order
 from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered
 from .transport import Collective, Link
@@ -40,6 +41,7 @@ from .watch import abort_job
 if TYPE_CHECKING:  # imported at first use by __getattr__
     from .device_trial import TRIAL_SECONDS, try_device
     from .machine_cache import AUTO_MACHINE, key_of, machine_here, measured_here, remember_machine
+    from .program_check import check_program
     from .windows import can_share, one_for_each_node, ranks_that_share, shared_array
 
 _FILES = {
@@ -51,6 +53,7 @@ _FILES = {
     "measured_here": "machine_cache",
     "remember_machine": "machine_cache",
     "can_share": "windows",
+    "check_program": "program_check",
     "one_for_each_node": "windows",
     "ranks_that_share": "windows",
     "shared_array": "windows",

@@ -77,6 +77,9 @@ class Axis:
     True
     """
 
+    sends = True
+    """Whether its collectives send messages. They do not in a dry run."""
+
     def __init__(self, engine: Engine, name: str, comm: OwnedComm, ranks: range | tuple[int, ...]):
         self.name, self.size, self.index, self.ranks = name, comm.size, comm.rank, ranks
         self._engine, self._comm, self._calls, self._skipped = engine, comm, 0, 0
@@ -304,7 +307,7 @@ class Axis:
         bind = partial(self._bound_message, operation, library, mode, channel, message)
         pending, recorder = bind(make)(), self._engine.recorder
         if recorder is not None and channel[-1]:  # agreed
-            recorder.started(self, pending, make, bind)
+            recorder.started(self, pending, make, bind, channel=channel[:3])
         elif recorder is not None:
             recorder.refuse(f"a {operation} along {self.name} with a header is not recorded")
         return pending

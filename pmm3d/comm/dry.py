@@ -189,6 +189,7 @@ class DryAxis(Axis):
     """An axis of which one rank is simulated. Arrays with data (numpy) are allowed: the result is that of ranks which
     all pass equal arrays."""
 
+    sends = False
     _engine: DryEngine
 
     def choose_transport(self, library: NumpyLibrary) -> str:

@@ -100,10 +100,10 @@ class Pending:
 
         If the collective does not end within the grid's `timeout`, the watchdog explains why.
         """
-        if self._engine.recorder is not None:
-            self._engine.recorder.waited(self)
         if not self.done:
             self._engine.wait(self)
+        if self._engine.recorder is not None:
+            self._engine.recorder.waited(self)
         if self._error is not None:
             self.raise_error()
         return self._result

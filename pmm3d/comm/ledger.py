@@ -236,7 +236,7 @@ class Ledger:
     def add_computed(self, counted: Mapping[tuple[str, str, str], Sequence[float]]) -> None:
         """Count (calls, seconds, seconds on a core) of computations by key."""
         for key, (calls, seconds, on_core) in counted.items():
-            entry = self._entry(Key(*key))
+            entry = self.entries.get(key) or self._entry(Key(*key))  # type: ignore[call-overload]
             entry.calls += int(calls)
             entry.computed += seconds
             entry.on_core += on_core

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import perf_counter, thread_time
@@ -25,45 +25,78 @@ if TYPE_CHECKING:
 LEAST_WORK = 2**21
 """Smallest number of operations of a kernel for which a helper thread is useful: about 100 us on a core."""
 COLLECTIVES = {
-    strided_collectives.all_gather_into,
-    strided_collectives.reduce_scatter_into,
-    strided_collectives.all_reduce_into,
-    strided_collectives.sum_coalesced,
-    strided_collectives.all_to_all_into,
-    point_to_point.send,
-    point_to_point.receive,
+    strided_collectives.all_gather_into: ("part", "out"),
+    strided_collectives.reduce_scatter_into: ("array", "out"),
+    strided_collectives.all_reduce_into: ("array", "out"),
+    strided_collectives.sum_coalesced: ("arrays", "outs"),
+    strided_collectives.all_to_all_into: ("array", "out"),
+    point_to_point.send: ("array", ""),
+    point_to_point.receive: ("", "out"),
 }
-"""Collectives and messages whose arguments are arrays with fixed addresses."""
+"""Collectives and messages whose arguments are arrays with fixed addresses -> names of the arguments that they read and
+write. Without `outs`, `arrays` are summed in place."""
 
 
-Action = Callable[[], Any]
+Action = Callable[..., Any]
 Counted = dict[tuple[str, str, str], list[float]]
 """Key of the ledger -> calls, seconds, and seconds on a core."""
+
+
+class Argument:
+    """A number that may differ between the runs of a program. Instructions read its `value` when they run.
+
+    >>> scale = Argument(2.0)
+    >>> scale.value = 4.0
+    >>> float(scale)
+    4.0
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float):
+        self.value = value
+
+    def __float__(self) -> float:
+        return float(self.value)
 
 
 class Kernel:
     """A function that reads and writes arrays.
 
-    action   the function, bound to its arguments
-    arrays   those that it reads and writes
+    action   the function, bound to its arguments, or a function of the arrays of each call (`LinearProgram`)
+    reads    arrays that it reads;   writes   arrays that it writes
+    declared False: it is unknown which of its arrays it reads and which it writes, so all are in both lists
     what     operation in the ledger; "": the time is not counted, and the program calls the action itself
     work     approximate number of operations
     phase    phase of the ledger
+    layer    name of the layer whose forward or backward pass computes it, or ""
     """
 
-    __slots__ = ("_key", "action", "arrays", "name", "phase", "what", "work")
+    __slots__ = ("_key", "action", "declared", "layer", "name", "phase", "reads", "what", "work", "writes")
 
-    def __init__(self, action: Action, arrays: Sequence[Any], what: str, work: int, phase: str, name: str):
-        self.action, self.arrays, self.what, self.work, self.phase, self.name = action, arrays, what, work, phase, name
+    def __init__(
+        self,
+        action: Action,
+        reads: Sequence[Array],
+        writes: Sequence[Array],
+        declared: bool,
+        what: str,
+        work: int,
+        phase: str,
+        name: str,
+        layer: str = "",
+    ):
+        self.action, self.reads, self.writes, self.declared = action, reads, writes, declared
+        self.what, self.work, self.phase, self.name, self.layer = what, work, phase, name, layer
         self._key = "", phase, what
 
-    def run(self, engine: Engine, counted: Counted) -> None:
+    def run(self, engine: Engine, counted: Counted, *operands: Array) -> None:
         ledger = engine.ledger
         ledger._phase = self.phase
         begun, ran = perf_counter(), thread_time()
         helped = self.work >= LEAST_WORK and engine.computes()
         try:
-            self.action()
+            self.action(*operands)
         finally:
             if helped:
                 engine.computed()
@@ -77,16 +110,32 @@ class Kernel:
         entry[2] += thread_time() - ran
 
     def __str__(self) -> str:
-        return self.name + f" ({self.phase})" * bool(self.phase)
+        return self.name + f" of layer {self.layer}" * bool(self.layer) + f" ({self.phase})" * bool(self.phase)
 
 
 class Start:
-    """The start of a collective or message by begin(). after: the starts of collectives that must be done first."""
+    """The start of a collective or message by begin().
 
-    __slots__ = ("after", "axis", "begin", "name", "pending", "phase")
+    after     the starts of collectives that must be done first
+    reads     arrays that are read until the wait;   writes   arrays that are written until the wait
+    channel   (source, target, tag) of a message, as positions along the axis; None for a collective
+    """
 
-    def __init__(self, axis: Axis, name: str, phase: str, begin: Callable[..., Pending], after: Sequence[Start]):
+    __slots__ = ("after", "axis", "begin", "channel", "name", "pending", "phase", "reads", "writes")
+
+    def __init__(
+        self,
+        axis: Axis,
+        name: str,
+        phase: str,
+        begin: Callable[..., Pending],
+        after: Sequence[Start],
+        reads: Sequence[Array],
+        writes: Sequence[Array],
+        channel: tuple[int, int, int] | None = None,
+    ):
         self.axis, self.name, self.phase, self.begin, self.after = axis, name, phase, begin, after
+        self.reads, self.writes, self.channel = reads, writes, channel
         self.pending: Pending | None = None
 
     def run(self, engine: Engine, counted: Counted) -> None:
@@ -115,10 +164,13 @@ class Wait:
             pending.wait()
 
     def __str__(self) -> str:
-        return f"wait {self.start.name} along {self.start.axis.name}"
+        phase = self.start.phase
+        return f"wait {self.start.name} along {self.start.axis.name}" + f" ({phase})" * bool(phase)
 
 
 Instruction = Kernel | Start | Wait
+Look = Callable[[Instruction], None]
+"""Function that is called after each kernel and each wait, with its results in its arrays."""
 
 
 class Section(NamedTuple):
@@ -129,35 +181,38 @@ class Section(NamedTuple):
 
 
 class Program:
-    """The instructions of a step on fixed arrays. `run` carries them out.
+    """The instructions of a step on fixed arrays. `run` carries them out. `check_program` checks them.
 
     arena   holds the work arrays
+    taken   number of an instruction -> (address, bytes) of memory of the arena that new arrays got before it
     """
 
-    def __init__(self, engine: Engine, sections: Sequence[Section], arena: Arena):
+    def __init__(
+        self, engine: Engine, sections: Sequence[Section], arena: Arena, taken: Mapping[int, Sequence[tuple[int, int]]]
+    ):
         self.sections, self.runs = [each for each in sections if each.instructions], 0
-        self._engine, self.arena = engine, arena
+        self._engine, self.arena, self.taken = engine, arena, taken
 
     @property
     def instructions(self) -> list[Instruction]:
         return [each for section in self.sections for each in section.instructions]
 
-    def run(self) -> None:
+    def run(self, look: Look | None = None) -> None:
         """Carry out the step."""
         ledger, counted = self._engine.ledger, Counted()
         phase = ledger._phase
         try:
             for context, instructions in self.sections:
                 if context is None:
-                    self._carry_out(instructions, counted)
+                    self._carry_out(instructions, counted, look)
                 else:
                     with context:
-                        self._carry_out(instructions, counted)
+                        self._carry_out(instructions, counted, look)
         finally:
             ledger._phase = phase
         self.runs += 1
 
-    def _carry_out(self, instructions: Sequence[Instruction], counted: Counted) -> None:
+    def _carry_out(self, instructions: Sequence[Instruction], counted: Counted, look: Look | None) -> None:
         engine, ledger = self._engine, self._engine.ledger
         for each in instructions:
             if type(each) is Kernel and not each.what:
@@ -165,6 +220,8 @@ class Program:
                 each.action()
             else:
                 each.run(engine, counted)
+            if look is not None and type(each) is not Start:
+                look(each)
         if counted:
             ledger.add_computed(counted)
             counted.clear()
@@ -177,10 +234,20 @@ class Recorder:
     """Notes the instructions of a step while it runs.
 
     problem   the first reason why the step cannot be replayed, or ""
+    layer     name of the layer whose pass runs, or ""
+    names     names of layers, by the objects of which `in_layer` is called
+    look      is called with each kernel and wait that was noted, or None
     """
 
-    def __init__(self, engine: Engine, workspace: Workspace, arena: Arena):
-        self.problem = ""
+    def __init__(
+        self,
+        engine: Engine,
+        workspace: Workspace,
+        arena: Arena,
+        names: Mapping[Any, str] = {},
+        look: Look | None = None,
+    ):
+        self.problem, self.layer, self.names, self.look = "", "", names, look
         self._engine, self._workspace, self._arena = engine, workspace, arena
         self._sections = [Section(None, [])]
         self._starts: weakref.WeakKeyDictionary[Pending, Start] = weakref.WeakKeyDictionary()
@@ -188,6 +255,9 @@ class Recorder:
         """Collectives that nobody has awaited, and their arrays. A replay may still send from these, so later arrays of
         the recorded step must not use their memory."""
         self._buffers, self._addresses = list[Array](), list[int]()
+        self._fresh = list[tuple[int, int]]()
+        """Memory of the arena that arrays got after the last instruction."""
+        self._count, self._taken = 0, dict[int, list[tuple[int, int]]]()
 
     def refuse(self, problem: str) -> None:
         """Note that the step does something that is not recorded."""
@@ -199,7 +269,7 @@ class Recorder:
         self._workspace.clear()
         self._engine.recorder = self
         try:
-            with self._workspace.apart(self._arena):
+            with self._workspace.apart(self._arena), self._arena.noting() as self._fresh:
                 yield
                 for start in [*self._open]:
                     self._add(Wait(start))
@@ -225,10 +295,40 @@ class Recorder:
         finally:
             self._engine.recorder = self
 
-    def kernel(self, what: str, work: int, bind: Callable[..., Action], arrays: Sequence[Any], name: str = "") -> None:
-        """Note a call that ran. bind(*arrays) returns the function that repeats it on these arrays."""
-        own = [self._alias(each) for each in arrays]
-        self._add(Kernel(bind(*own), own, what, work, self._engine.ledger._phase, name or what))
+    @contextmanager
+    def in_layer(self, layer: Any) -> Iterator[None]:
+        """Context of the forward pass of a layer. Kernels of an inner layer have its name. A layer that has no name in
+        `names` belongs to the outer one."""
+        before, self.layer = self.layer, self.names.get(layer, self.layer)
+        try:
+            yield
+        finally:
+            self.layer = before
+
+    def kernel(
+        self,
+        what: str,
+        work: int,
+        bind: Callable[..., Action],
+        arrays: Sequence[Any],
+        name: str = "",
+        writes: Sequence[Any] | None = None,
+        updates: Sequence[Any] = (),
+    ) -> None:
+        """Note a call that ran. bind(*arrays) returns the function that repeats it on these arrays.
+
+        writes    of the arrays, those that it writes and does not read; None: unknown
+        updates   of the arrays, those that it reads and writes. It reads the others
+        """
+        own, phase = [self._alias(each) for each in arrays], self._engine.ledger._phase
+        declared = writes is not None or bool(updates)
+        of = [(each, _among(given, writes or ()), _among(given, updates)) for given, each in zip(arrays, own)]
+        of = [(each, *roles) for each, *roles in of if _is_array(each)]
+        reads = [each for each, writes_only, _ in of if not writes_only]
+        written = [each for each, *roles in of if any(roles) or not declared]
+        self._add(Kernel(bind(*own), reads, written, declared, what, work, phase, name or what, self.layer))
+        if self.look is not None:
+            self.look(self._sections[-1].instructions[-1])
 
     def started(
         self,
@@ -237,30 +337,39 @@ class Recorder:
         steps: Callable[..., Any],
         bind: Callable[..., Callable[..., Pending]],
         after: Sequence[Any] = (),
+        channel: tuple[int, int, int] | None = None,
     ) -> None:
-        """Note the start of a collective or message. bind(steps) returns the function that starts it."""
+        """Note the start of a collective or message. bind(steps) returns the function that starts it. channel: (source,
+        target, tag) of a message."""
         name = pending.record.key.operation
         if not isinstance(steps, partial) or steps.func not in COLLECTIVES or steps.keywords.get("work"):
             self.refuse(f"{name} along {axis.name} is not recorded")
             return
         keywords = {key: self._aliases(value) for key, value in steps.keywords.items()}
         earlier = [start for each in after for start in self._earlier(each)]
-        start = Start(axis, name, pending.record.key.phase, bind(partial(steps.func, **keywords)), earlier)
+        begin = bind(partial(steps.func, **keywords))
+        start = Start(axis, name, pending.record.key.phase, begin, earlier, *_used(steps.func, keywords), channel)
         self._starts[pending], self._open[start] = start, list(steps.keywords.values())
         self._add(start)
 
     def waited(self, pending: Pending) -> None:
-        """Note a wait for a collective."""
+        """Note a wait for a collective, which has ended."""
         start = self._starts.get(pending)
         if start is not None and self._open.pop(start, None) is not None:
             self._add(Wait(start))
+            if self.look is not None:
+                self.look(self._sections[-1].instructions[-1])
 
     def program(self) -> Program:
         """The recorded program."""
-        return Program(self._engine, self._sections, self._arena)
+        return Program(self._engine, self._sections, self._arena, self._taken)
 
     def _add(self, instruction: Instruction) -> None:
         self._sections[-1].instructions.append(instruction)
+        if self._fresh:
+            self._taken[self._count] = [*self._fresh]
+            self._fresh.clear()
+        self._count += 1
 
     def _earlier(self, awaited: Any) -> list[Start]:
         """Starts of this step that a collective waits for. Collectives of earlier steps are done."""
@@ -279,11 +388,9 @@ class Recorder:
 
     def _alias(self, array: Any) -> Any:
         """Return the same elements without the claim on their memory, which later arrays of the step may use."""
-        if not hasattr(array, "dtype") or not hasattr(array, "shape") or 0 in array.shape:
+        if not _is_array(array):
             return array
         library = library_of(array)
-        if not library.on_host:
-            return array
         if len(self._addresses) != len(self._arena.buffers):
             self._buffers = sorted(self._arena.buffers, key=_address)
             self._addresses = [_address(each) for each in self._buffers]
@@ -299,9 +406,18 @@ class Recorder:
         )
 
 
-def call(engine: Engine, function: Callable[..., Any], *arrays: Any) -> None:
+def call(
+    engine: Engine,
+    function: Callable[..., Any],
+    *arrays: Any,
+    writes: Sequence[Any] | None = None,
+    updates: Sequence[Any] = (),
+) -> None:
     """Call function(*arrays) as one instruction. It writes its results to these arrays. It may send messages: they are
-    a part of the instruction."""
+    a part of the instruction.
+
+    writes, updates   for the check of a program: as in `Recorder.kernel`
+    """
     recorder = engine.recorder
     if recorder is None:
         function(*arrays)
@@ -309,22 +425,28 @@ def call(engine: Engine, function: Callable[..., Any], *arrays: Any) -> None:
     with recorder.paused():
         function(*arrays)
     name = getattr(getattr(function, "func", function), "__name__", "call")
-    recorder.kernel("", 0, partial(partial, function), arrays, name)
+    recorder.kernel("", 0, partial(partial, function), arrays, name, writes, updates)
 
 
 def assign(engine: Engine, out: Array, value: Any) -> None:
-    """Set the elements of an array to those of another array, or to a number."""
-    out[...] = value
+    """Set the elements of an array to those of another array, to a number, or to an argument of the program."""
+    out[...] = value.value if isinstance(value, Argument) else value
     if engine.recorder is not None:
-        engine.recorder.kernel("", 0, _assigning, (out, value), "assign")
+        engine.recorder.kernel("", 0, _assigning, (out, value), "assign", [out])
 
 
 def _assigning(out: Array, value: Any) -> Action:
+    if isinstance(value, Argument):
+        return partial(_assign_argument, out, value)
     return partial(out.__setitem__, Ellipsis, value)
 
 
+def _assign_argument(out: Array, value: Argument) -> None:
+    out[...] = value.value
+
+
 def _address(flat: Array) -> int:
-    return int(flat.__array_interface__["data"][0])
+    return library_of(flat).address(flat)
 
 
 def _elements(array: Array) -> int:
@@ -332,3 +454,32 @@ def _elements(array: Array) -> int:
     for extent in array.shape:
         count *= int(extent)
     return count
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array with elements."""
+    return hasattr(value, "dtype") and hasattr(value, "shape") and 0 not in value.shape
+
+
+def _among(value: Any, others: Sequence[Any]) -> bool:
+    return any(value is each for each in others)
+
+
+def _used(function: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[list[Array], list[Array]]:
+    """Return the arrays that a collective or message reads, and those that it writes."""
+    given, out = ([*_arrays(keywords.get(name))] for name in COLLECTIVES[function])
+    if function is strided_collectives.sum_coalesced and keywords.get("outs") is None:
+        return given, given
+    reads, writes = [*given], [*out]
+    if keywords.get("beta"):
+        reads += out
+    adds = function is strided_collectives.all_reduce_into and out
+    if adds and (keywords.get("beta") or not keywords["library"].is_contiguous(out[0])):
+        writes += given  # the sum is first written there
+    return reads, writes
+
+
+def _arrays(value: Any) -> Iterator[Array]:
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if _is_array(each):
+            yield each

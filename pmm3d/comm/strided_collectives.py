@@ -7,12 +7,12 @@ workspace. Along dim 1 the messages are packed, some rows at a time. `all_to_all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import prod
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
+from ..arrays.workspace import Ticket
 from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
@@ -202,13 +202,15 @@ def sum_coalesced(
     if not packs and counts is None:
         yield from all_reduce_into(link, library, arrays[0], arrays[0])
         return
-    flats = [array.reshape(-1) for array in arrays]
-    with ExitStack() as borrowed:
+    flats, workspace, taken = [array.reshape(-1) for array in arrays], link.workspace, list[Ticket]()
 
-        def work(size: int) -> Array:
-            return borrowed.enter_context(link.workspace.borrow((size,), sent or held, library))
+    def work(size: int) -> Array:
+        array, ticket = workspace.take((size,), sent or held, library)
+        taken.append(ticket)
+        return array
 
-        packed = work(sum(flat.shape[0] for flat in flats)) if packs else flats[0]
+    try:
+        packed = work(sum([flat.shape[0] for flat in flats])) if packs else flats[0]
         if counts is None:
             for part, flat in _beside(packed, flats):
                 copy_into(library, flat, part)
@@ -227,6 +229,9 @@ def sum_coalesced(
                 copy_into(library, part, flat)
             else:
                 sum_in_order(library, [part.reshape(1, -1)], flat.reshape(1, -1), beta)
+    finally:
+        for ticket in reversed(taken):
+            workspace.give(ticket)
 
 
 def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:
@@ -244,9 +249,10 @@ def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts
         first, position = first + ranks, position + ranks * sum(parts)
 
 
-def _beside(packed: Array, arrays: Iterable[Array]) -> Iterator[tuple[Array, Array]]:
-    """Yield (view of `packed`, array) for each flat array. `packed` contains the arrays one after the other."""
-    start = 0
+def _beside(packed: Array, arrays: Iterable[Array]) -> list[tuple[Array, Array]]:
+    """Return (view of `packed`, array) for each flat array. `packed` contains the arrays one after the other."""
+    start, pairs = 0, list[tuple[Array, Array]]()
     for array in arrays:
-        yield packed[start : start + array.shape[0]], array
+        pairs.append((packed[start : start + array.shape[0]], array))
         start += array.shape[0]
+    return pairs

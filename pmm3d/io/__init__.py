@@ -8,6 +8,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .conversion import convert
     from .dataset import DataSet
     from .loader import Loader
+    from .mixture import Mixture
     from .safetensors import export_safetensors, import_safetensors
     from .text import Tokenizer, convert_text
     from .tokens import TokenDataSet
@@ -16,6 +17,7 @@ _MODULES = {
     "convert": "conversion",
     "DataSet": "dataset",
     "Loader": "loader",
+    "Mixture": "mixture",
     "Checkpoints": "checkpoint",
     "export_safetensors": "safetensors",
     "import_safetensors": "safetensors",
@@ -27,6 +29,7 @@ __all__ = [
     "Checkpoints",
     "DataSet",
     "Loader",
+    "Mixture",
     "TokenDataSet",
     "Tokenizer",
     "convert",

@@ -1,12 +1,11 @@
-"""Samples in an HDF5 file, returned as batches that are distributed over a grid."""
+"""Samples and targets, returned as batches that are distributed over a grid."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +16,10 @@ from ..layout import batch_layout, part_range
 from ..text import names_in_words
 from .conversion import TABLE
 from .loader import Batched, Loader, Some
+from .mixture import AnySource, fingerprint_of, name_of, opened_source, pieces_of, place_of
 from .reader import Rows, Source
 from .scaling import Scaling, column_scale
-from .source import SourceFile
-from .split import RowSet
-
-if TYPE_CHECKING:
-    import h5py
+from .split import OfSource, RowSet
 
 ROWS_AT_ONCE = 2**16
 """Number of labels that are read at a time when they are counted."""
@@ -32,27 +28,31 @@ MOST_CLASSES = 1000
 
 
 class DataSet(Batched):
-    """Samples and their targets: two data sets of an HDF5 file, with equal numbers of rows.
+    """Samples and their targets: two data sets of an HDF5 file, or pairs of a Python object, or a mixture of both.
 
     Parameters
     ----------
     grid : Grid
         The grid. Opening and all methods are collective over it.
-    path : str or Path
-        The file.
+    source : str, Path, object of pairs, or Mixture
+        An HDF5 file with data sets of equal numbers of rows; or an object with `__len__` and `__getitem__`, such as a
+        Dataset of torch or a list, whose item is a pair (x, y) of numbers, arrays or tensors. All items have equal
+        shapes, and an item is the same whenever it is read. Each rank makes the object and reads only the items of its
+        rows, in a thread. A `Mixture` draws rows of several of them.
     inputs : str
-        Name of the samples: numbers, (n,) or (n, ...). Dims after the first are flattened to features.
+        Name of the samples: numbers, (n,) or (n, ...). Dims after the first are flattened to features. Those of pairs
+        have the name "x".
     targets : str
         Name of the targets. Integers, (n,) or (n, 1), are labels of the classes 0, 1, ...; other numbers are vectors,
-        flattened likewise.
+        flattened likewise. Those of pairs have the name "y".
     dtype : str or dtype
         Element type of inputs and vectors. Default: "float32". Labels are int64.
     library : str or None
         Array library of the batches, as in `DistMatrix.empty`. Default: the library of the grid.
     classes : int or sequence of str or None
         Number of classes. Default: that of the attribute `class_names` of the targets, or 1 + the largest label; each
-        rank reads its share of the labels for that. With a list of names, as of another file, labels are renumbered by
-        the names in the attribute.
+        rank reads its share of the labels for that, and so of the pairs. With a list of names, as of another file,
+        labels are renumbered by the names in the attribute.
     labels : bool or None
         Whether the targets are labels. Default: integers are labels.
     cache_bytes : int
@@ -84,7 +84,8 @@ class DataSet(Batched):
     ------
     DataError
         On every rank: for a file or data set that is missing, empty, of another type or number of rows, never written,
-        or different on other ranks; for labels below 0 or too large; if a file that is read is changed later.
+        or different on other ranks; for labels below 0 or too large; if a file that is read is changed later; for an
+        item that raises an error, or that is no pair of the shapes of item 0, with its index.
 
     Notes
     -----
@@ -102,12 +103,19 @@ class DataSet(Batched):
     ...     with DataSet(grid, grid.comm.bcast(path)) as data:
     ...         data.samples, data.features, data.classes
     (10, 8, 3)
+
+    Pairs of a Python object:
+
+    >>> pairs = [(np.full(4, number), number % 2) for number in range(6)]
+    >>> with Grid() as grid, DataSet(grid, pairs) as data:
+    ...     [y.gather().ravel().tolist() for x, y in data.loader(4, shuffle=False)]
+    [[0, 1, 0, 1], [0, 1]]
     """
 
     def __init__(
         self,
         grid: Grid,
-        path: str | os.PathLike[str],
+        source: AnySource,
         inputs: str = "x",
         targets: str = "y",
         *,
@@ -118,18 +126,21 @@ class DataSet(Batched):
         cache_bytes: int = 2**28,
     ):
         super().__init__()
-        self.grid, self.path, self.cache_bytes = grid, str(path), cache_bytes
+        self.grid, self.path, self.cache_bytes = grid, name_of(source), cache_bytes
         largest, fingerprint = -1, ""
         with grid.collective_call(
             "DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels, cache_bytes
         ):
             self.library = grid.library(library)
             self.dtype = _float_dtype(dtype, self.library)
-            self.file = SourceFile(self.path)
+            self.file = opened_source(source)
             self.inputs, self.targets = self.file.dataset(inputs), self.file.dataset(targets)
             self.samples = len(self.inputs)
             if len(self.targets) != self.samples:
                 raise DataError(f"{self.path}: {inputs!r} has {self.samples} rows, {targets!r} has {len(self.targets)}")
+            self.of_parts = [len(stored) for stored in pieces_of(self.inputs)]
+            if [len(stored) for stored in pieces_of(self.targets)] != self.of_parts:
+                raise DataError(f"{self.path}: {inputs!r} and {targets!r} have different numbers of rows in a source")
             self.features, self.outputs = prod(self.inputs.shape[1:]), prod(self.targets.shape[1:])
             self.labelled = labels is not False and self.targets.dtype.kind in "iu" and self.outputs == 1
             self.class_names, self.columns = self._names(), columns_of(self.inputs)
@@ -143,10 +154,10 @@ class DataSet(Batched):
             if self.labelled and self.classes is None:
                 largest = self._largest_label()
             if grid.rank == 0 or grid.dry_run is not None:
-                fingerprint = self.file.fingerprint(self.inputs, self.targets)
-        with grid.collective_call(
-            "DataSet", self.path, self.inputs.shape, self.targets.shape, self.labelled, self.classes
-        ):
+                self.file.verify()
+                fingerprint = fingerprint_of(self.file, [*zip(pieces_of(self.inputs), pieces_of(self.targets))])
+        shapes, agreed = (self.inputs.shape, self.targets.shape), self.file.agreed
+        with grid.collective_call("DataSet", self.path, *shapes, agreed, self.labelled, self.classes):
             pass
         if self.labelled and self.classes is None:
             self.classes = max(grid.comm.allgather(largest)) + 1
@@ -196,12 +207,12 @@ class DataSet(Batched):
         if own and own != names:
             self.numbering = np.array([numbers[name] for name in own], np.int64)
 
-    def renumbered(self, labels: np.ndarray, rows: Rows) -> np.ndarray:
+    def renumbered(self, labels: np.ndarray, rows: Rows, dataset: Any) -> np.ndarray:
         """Return the classes of the labels of these rows. Raises DataError for a label that is no class."""
         self.check_labels(labels, rows)
         return labels if self.numbering is None else self.numbering[labels]
 
-    def class_counts(self, *parts: RowSet) -> np.ndarray:
+    def class_counts(self, *parts: RowSet | OfSource) -> np.ndarray:
         """Return the number of samples of each class, (parts, classes), in parts of `split`. Collective."""
         counts = np.zeros((len(parts), self.classes or 0), np.int64)
         low, high = part_range(self.samples, self.grid.size, self.grid.rank)
@@ -210,7 +221,7 @@ class DataSet(Batched):
                 rows = np.arange(start, min(start + ROWS_AT_ONCE, high))
                 with self.file.unchanged():
                     labels = self.targets[start : start + len(rows)].reshape(-1)
-                labels = self.renumbered(labels, slice(start, start + len(rows)))
+                labels = self.renumbered(labels, slice(start, start + len(rows)), self.targets)
                 for index, part in enumerate(parts):
                     counts[index] += np.bincount(labels[part.has(rows)], minlength=counts.shape[1])
         total: np.ndarray = self.grid.comm.allreduce(counts)
@@ -242,10 +253,10 @@ class DataSet(Batched):
         most = self.classes if self.numbering is None else len(self.numbering)
         wrong = (labels < 0) | (most is not None and labels >= most)
         if wrong.any():
-            row, known = wrong.argmax(), "at least 0" if most is None else f"0 to {most - 1}"
+            at, known = wrong.argmax(), "at least 0" if most is None else f"0 to {most - 1}"
+            path, row = place_of(self.targets, self.path, np.r_[rows][at])
             raise DataError(
-                f"{self.path}: row {np.r_[rows][row]} of data set {self.targets.name[1:]!r} is the "
-                f"label {labels[row]}; labels are {known}"
+                f"{path}: row {row} of data set {self.targets.name[1:]!r} is the label {labels[at]}; labels are {known}"
             )
 
     def scaling(self, rows: RowSet) -> Scaling:
@@ -296,7 +307,8 @@ class DataSet(Batched):
         prefetch : int
             Number of batches that a thread reads ahead.
         rows : (int, int), slice, RowSet or None
-            The samples to use: (start, stop), a slice, or a part of `split`. Default: all.
+            The samples to use: (start, stop), a slice, or a part of `split`. Default: all. A range of a mixture has no
+            weights, and needs shuffle=False.
         micro_batches : int
             Number of parts of a batch, which the loader returns one after the other. A batch of fewer rows has one part
             for each row.
@@ -316,7 +328,7 @@ class DataSet(Batched):
         return self._loader(sources, batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 
-def columns_of(inputs: h5py.Dataset) -> list[str] | None:
+def columns_of(inputs: Any) -> list[str] | None:
     """Return the names of the columns of samples; None unless an attribute names every column."""
     names = inputs.attrs.get("columns")
     return None if np.shape(names) != (prod(inputs.shape[1:]),) else list(map(text_of, names))

@@ -17,8 +17,8 @@ from ..errors import DataError, Pmm3dError
 from ..product import DistMatrix
 from .reader import Plan, Reader, Rows, Source, batches_of
 from .scaling import Scaling
-from .source import SourceFile
-from .split import RowSet, last_rows, random_groups, random_rows
+from .source import SampleSource
+from .split import Draws, RowSet, drawn, last_rows, of_sources, random_groups, random_rows
 
 Shards = tuple[Array, Array]
 """This rank's shards of the inputs and of the targets of a batch."""
@@ -42,6 +42,8 @@ class Loader(AbstractContextManager["Loader"]):
         Number of parts in which a batch is returned.
     left : int
         Micro-batches of the next batch that were not taken yet; 0 at the end of an epoch.
+    draws : list of (str, int)
+        Sources of a `Mixture`, and number of rows of an epoch from each one. Empty if an epoch has each row once.
     scaling : Scaling or None
         Scales by which samples, and targets that are values, are standardised. Default: none.
 
@@ -59,6 +61,8 @@ class Loader(AbstractContextManager["Loader"]):
 
     The arrays of a batch are filled again when nothing refers to them. Each batch costs one all-reduce of 24 bytes. A
     dry run reads nothing.
+
+    An epoch has each row once, or, with `shuffle` for a `Mixture`, as many rows, drawn by the weights of its sources.
 
     `fetch` and `take` are the two halves of an iteration, for programs that agree in their own way on whether all ranks
     have their part. They send no messages.
@@ -111,6 +115,12 @@ class Loader(AbstractContextManager["Loader"]):
     def left(self) -> int:
         """Micro-batches of the next batch that were not taken yet; 0 at the end of an epoch."""
         return len(self.rows(self.batch)) - self._handed_out if self.batch < len(self) else 0
+
+    @property
+    def draws(self) -> list[tuple[str, int]]:
+        """Sources of a mixture, and number of rows of an epoch from each one; empty if each row comes once."""
+        draws = self._plan.rows.draws if self._plan.shuffle else None
+        return [] if draws is None else list(zip((part.path for part in self.data.file.parts), draws.counts.tolist()))
 
     def fetch(self) -> Exception | None:
         """Wait until this rank's part of all micro-batches of the next batch has been read. Sends nothing.
@@ -309,9 +319,10 @@ class Loader(AbstractContextManager["Loader"]):
 
 
 class Batched:
-    """Samples in an open HDF5 file, from which loaders make batches. Its methods are collective over the grid.
+    """Samples in an open source, from which loaders make batches. Its methods are collective over the grid.
 
     samples       number of samples;   classes   number of classes of integers, None for other numbers
+    of_parts      number of samples of each part of the source
     fingerprint   digest of the contents of the data sets, the same on every rank and grid
     facts         what no shape shows, and weights depend on: names of columns and classes, the tokenizer
     target_names  names of the columns of targets that are values, or None
@@ -319,8 +330,9 @@ class Batched:
 
     grid: Grid
     path: str
-    file: SourceFile
+    file: SampleSource
     samples: int
+    of_parts: list[int]
     classes: int | None
     library: NumpyLibrary
     cache_bytes: int
@@ -331,8 +343,9 @@ class Batched:
     def __init__(self) -> None:
         self._loaders: weakref.WeakSet[Loader] = weakref.WeakSet()
 
-    def renumbered(self, values: np.ndarray, rows: Rows) -> np.ndarray:
-        """Return the classes for the integers of these rows. Raises DataError for an integer that is no class."""
+    def renumbered(self, values: np.ndarray, rows: Rows, dataset: Any) -> np.ndarray:
+        """Return the classes for the integers of these rows of a data set. Raises DataError for an integer that is no
+        class."""
         raise NotImplementedError
 
     def of_loss(self, loss: float) -> dict[str, float]:
@@ -364,12 +377,14 @@ class Batched:
         ):
             check_at_least(1, batch_size=batch_size, prefetch=prefetch, micro_batches=micro_batches)
             check_at_least(0, seed=seed)
-            part = rows if isinstance(rows, RowSet) else RowSet(*_row_range(rows, self.samples), self.samples)
+            part = rows if isinstance(rows, RowSet) else self._rows(rows, shuffle)
             if part.samples != self.samples:
                 raise DataError(
                     f"the rows are a part of a data set of {part.samples} samples; {self.path} has "
                     f"{self.samples}: split this one"
                 )
+            if shuffle:
+                self._check_draws(part.draws)
             if drop_last and len(part) < batch_size:
                 raise DataError(
                     f"drop_last leaves no batch: {len(part)} rows, batch_size {batch_size}. Lower "
@@ -384,6 +399,36 @@ class Batched:
             loader = Loader(self, plan, sources, prefetch, int(micro_batches))
         self._loaders.add(loader)
         return loader
+
+    def _rows(self, rows: tuple[int, int] | slice | None, shuffle: bool) -> RowSet:
+        weights = self.file.weights
+        if rows is not None and weights is not None and shuffle:
+            raise DataError(
+                f"rows is {rows!r}: a range of the rows of a mixture has no weights. Take a part of split "
+                "(rows=data.split(share)[0]), or shuffle=False for each row once"
+            )
+        draws = None if rows is not None or weights is None else Draws(tuple(self.of_parts), weights)
+        return RowSet(*_row_range(rows, self.samples), self.samples, draws=draws)
+
+    def _check_trained(self, draws: Draws | None) -> None:
+        """Raise DataError for a source of a mixture without rows to train on."""
+        for part, rows in zip(self.file.parts, () if draws is None else draws.rows):
+            if not rows:
+                raise DataError(
+                    f"the split leaves no row of {part.path} to train on: hold out a smaller share, or leave this "
+                    "source out of the mixture"
+                )
+
+    def _check_draws(self, draws: Draws | None) -> None:
+        """Raise DataError for a source of a mixture without a draw in an epoch."""
+        if draws is None:
+            return
+        for part, times in zip(self.file.parts, draws.counts):
+            if not times:
+                raise DataError(
+                    f"the weight of {part.path} is so small that an epoch of {sum(draws.rows)} rows has none of it: "
+                    "raise the weight, or leave this source out of the mixture"
+                )
 
     def split(
         self, share: float, *, seed: int = 0, groups: str | None = None, last: bool = False
@@ -400,7 +445,7 @@ class Batched:
             Name of a data set of numbers, (n,) or (n, 1). Rows with the same number are on the same side. Each rank
             reads it, and keeps 16 bytes a row.
         last : bool
-            Hold out the last rows of the file.
+            Hold out the last rows of the file; of a mixture, the last rows of each source.
 
         Returns
         -------
@@ -416,8 +461,14 @@ class Batched:
             check_at_least(0, seed=seed)
             if not 0 <= share < 1:
                 raise DataError(f"the share that is held out is at least 0 and below 1; got {share!r}")
+            weights = self.file.weights
             if groups is None:
-                return last_rows(self.samples, share) if last else random_rows(self.samples, share, seed)
+                parts = [
+                    last_rows(count, share) if last else random_rows(count, share, seed) for count in self.of_parts
+                ]
+                trained, held = parts[0] if weights is None else of_sources(parts, weights)
+                self._check_trained(trained.draws)
+                return trained, held
             if last:
                 raise DataError("groups are held out at random: leave out last=True, or groups")
             dataset = self.file.dataset(groups)
@@ -427,14 +478,18 @@ class Batched:
                     f"for each of the {self.samples} samples"
                 )
             with self.file.unchanged():
-                numbers = dataset[...].reshape(-1)
-            return random_groups(numbers, share, seed, groups)
+                numbers = dataset[:].reshape(-1)
+            trained, held = random_groups(numbers, share, seed, groups)
+            if weights is not None:
+                trained = drawn(trained, self.of_parts, weights)
+                self._check_trained(trained.draws)
+            return trained, held
 
     def close(self) -> None:
-        """Close the file and all loaders."""
+        """Close the source and all loaders."""
         for loader in self._loaders:
             loader.close()
-        self.file.h5.close()
+        self.file.close()
 
     def __enter__(self: Own) -> Own:
         return self

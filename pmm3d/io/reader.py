@@ -16,9 +16,10 @@ from ..arrays import NumpyLibrary, Workspace
 from ..comm import Grid
 from ..errors import DataError, needs
 from ..layout import Box, Layout, offsets, part_sizes
+from .mixture import pieces_of, place_of
 from .permutation import Permutation
 from .scaling import ColumnScale
-from .source import SourceFile
+from .source import SampleSource
 from .split import RowSet
 
 with needs("io", "data sets"):
@@ -71,8 +72,14 @@ class Plan:
             return slice(rows.start + positions.start, rows.start + positions.stop)
         chosen = np.asarray(positions)
         if self.shuffle:
-            chosen = Permutation(len(rows), self.seed, epoch)(chosen)
+            order = Permutation(len(rows), self.seed, epoch)
+            chosen = order(chosen) if rows.draws is None else rows.draws.positions(self.seed, epoch, chosen)
         return np.sort(rows.in_file(rows.start + chosen))
+
+    @property
+    def _drawn(self) -> str:
+        draws = self.rows.draws
+        return "" if draws is None else f", {draws.counts.tolist()} draws from {list(draws.rows)} rows"
 
     def state(self) -> dict[str, Any]:
         """Return the facts that determine the batches, for JSON. "shuffling" is the algorithm that shuffles epochs;
@@ -85,7 +92,7 @@ class Plan:
             "seed": self.seed,
             "drop_last": self.drop_last,
             "split": self.rows.split,
-            "shuffling": "feistel" if self.shuffle else "none",
+            "shuffling": ("feistel" + self._drawn) if self.shuffle else "none",
         }
 
 
@@ -98,17 +105,17 @@ def batches_of(rows: int, batch_size: int, drop_last: bool) -> int:
 class Source:
     """Inputs or targets of a loader: this rank's rows and columns of micro-batches from one data set.
 
-    dataset   (samples, ...); the dims after the first are flattened to `width` columns
+    dataset   (samples, ...), of a `SampleSource`; the dims after the first are flattened to `width` columns
     layout    layout of a batch;   dtype   element type of a batch
     name      of the data set;   low   this rank's first column, after `open`
     scale     by which values are standardised when they are read; None: they are not
 
-    The columns of all samples are read once and cached if they have at most `cache_bytes`. Columns of a contiguous data
-    set must also have at most `SMALL_BYTES`. HDF5 reads a whole chunk for each row: 30 us uncompressed, 200 us
-    compressed. A row of a contiguous data set takes 3 us.
+    The columns of all samples of HDF5 files are read once and cached if they have at most `cache_bytes`. Columns of a
+    contiguous data set must also have at most `SMALL_BYTES`. HDF5 reads a whole chunk for each row: 30 us uncompressed,
+    200 us compressed. A row of a contiguous data set takes 3 us.
     """
 
-    def __init__(self, dataset: h5py.Dataset, width: int, layout: Layout, dtype: str):
+    def __init__(self, dataset: Any, width: int, layout: Layout, dtype: str):
         self.dataset, self.width, self.layout, self.dtype = dataset, width, layout, dtype
         self.name = dataset.name.removeprefix("/")
         self.cache: np.ndarray | None = None
@@ -141,9 +148,11 @@ class Source:
         self._caching = self._is_cached(self._covering, cache_bytes)
 
     def _is_cached(self, elements: int, cache_bytes: int) -> bool:
-        """Return whether all rows, each of this many elements, fit into the cache."""
-        nbytes = (self._last - self._first) * elements * self.dataset.dtype.itemsize
-        return bool(nbytes <= (cache_bytes if self.dataset.chunks else min(cache_bytes, SMALL_BYTES)))
+        """Return whether all rows, each of this many elements, are of HDF5 files and fit into the cache."""
+        nbytes, stored = (self._last - self._first) * elements * self.dataset.dtype.itemsize, pieces_of(self.dataset)
+        if not all(isinstance(each, h5py.Dataset) for each in stored):
+            return False
+        return bool(nbytes <= (cache_bytes if any(each.chunks for each in stored) else min(cache_bytes, SMALL_BYTES)))
 
     @property
     def _read_dtype(self) -> str:
@@ -176,7 +185,7 @@ class Source:
             return slice(samples.start + box.r0, samples.start + box.r1)
         box = self.box(len(samples))
         rows = samples[box.r0 : box.r1]
-        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
+        consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows) and (np.diff(rows) == 1).all()
         return slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
 
     def _read_file(self, rows: Rows, out: np.ndarray) -> None:
@@ -198,7 +207,7 @@ class Source:
 class Reader:
     """Reads this rank's part of micro-batches ahead, in a thread without MPI, and checks their values.
 
-    renumbered   returns the classes for the integers of these rows
+    renumbered   returns the classes for the integers of these rows of a data set
     pieces   (epoch, positions) of the micro-batches, in the order of consumption
     ahead    largest number of micro-batches that are read and not yet taken
     work     lends the arrays
@@ -208,8 +217,8 @@ class Reader:
 
     def __init__(
         self,
-        file: SourceFile,
-        renumbered: Callable[[np.ndarray, Rows], np.ndarray],
+        file: SampleSource,
+        renumbered: Callable[[np.ndarray, Rows, Any], np.ndarray],
         plan: Plan,
         sources: tuple[Source, Source],
         pieces: Iterator[tuple[int, range]],
@@ -228,6 +237,10 @@ class Reader:
                 self._ready.put(self._read(*next(pieces)))
         except Exception as error:
             self._ready.put(error)
+        except BaseException as error:  # without an item in the queue, `next` would wait forever
+            stopped = DataError(f"cannot read {self._file.path}: {type(error).__name__}: {error}")
+            stopped.__cause__ = error
+            self._ready.put(stopped)
 
     def next(self) -> Arrays:
         """Wait for the next micro-batch, and return it. Raises the error of the thread."""
@@ -251,11 +264,11 @@ class Reader:
         samples, both = self._plan.samples(epoch, positions), self._sources
         x, y = (source.buffer(self._work)[: source.box(len(positions)).shape[0]] for source in both)
         if x.size or y.size:
-            with self._file.unchanged():
+            with self._file.unchanged(), self._file.both():
                 read = [source.read(samples, out) for source, out in zip(both, (x, y))]
             for source, values, rows in zip(both, (x, y), read):
                 if values.dtype.kind == "i":
-                    values[...] = self._renumbered(values, rows)
+                    values[...] = self._renumbered(values, rows, source.dataset)
                 else:
                     self._check_finite(values, source, rows)
                     if source.scale is not None:
@@ -266,7 +279,8 @@ class Reader:
         if values.size == 0 or (np.isfinite(values.min()) and np.isfinite(values.max())):
             return
         row, column = np.argwhere(~np.isfinite(values))[0]
+        path, number = place_of(source.dataset, self._file.path, np.r_[rows][row])
         raise DataError(
-            f"{self._file.path}: row {np.r_[rows][row]} of data set {source.name!r} holds "
+            f"{path}: row {number} of data set {source.name!r} holds "
             f"{values[row, column]} in column {source.low + column}, as {values.dtype}"
         )

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..comm import Grid
 from ..errors import DataError
-from .source import SourceFile
+from .mixture import place_of
+from .source import SampleSource
 from .split import RowSet
-
-if TYPE_CHECKING:
-    import h5py
 
 logger = logging.getLogger("pmm3d.io")
 
@@ -59,7 +57,7 @@ class Scaling(NamedTuple):
 
 
 def column_scale(
-    grid: Grid, file: SourceFile, dataset: h5py.Dataset, part: RowSet, dtype: str, names: Sequence[str] | None = None
+    grid: Grid, file: SampleSource, dataset: Any, part: RowSet, dtype: str, names: Sequence[str] | None = None
 ) -> ColumnScale:
     """Return mean and standard deviation of the columns over the rows of a part. Collective.
 
@@ -107,7 +105,7 @@ def _named(column: int, names: Sequence[str] | None) -> str:
 
 
 def _moments(
-    file: SourceFile, dataset: h5py.Dataset, part: RowSet, start: int, stop: int
+    file: SampleSource, dataset: Any, part: RowSet, start: int, stop: int
 ) -> tuple[int, np.ndarray, np.ndarray]:
     """Return number of rows, means, and 2-norms of the deviations of the rows of a block that belong to the part."""
     with file.unchanged():
@@ -117,9 +115,9 @@ def _moments(
     chosen = part.has(rows)
     values, rows = values[chosen], rows[chosen]
     for row, column in np.argwhere(~np.isfinite(values))[:1]:
+        path, number = place_of(dataset, file.path, rows[row])
         raise DataError(
-            f"{file.path}: row {rows[row]} of data set {dataset.name[1:]!r} holds {values[row, column]} "
-            f"in column {column}"
+            f"{path}: row {number} of data set {dataset.name[1:]!r} holds {values[row, column]} in column {column}"
         )
     if not len(values):
         return 0, np.zeros(values.shape[1]), np.zeros(values.shape[1])
@@ -143,7 +141,7 @@ def _merged(one: tuple[int, np.ndarray, np.ndarray], two: tuple[int, np.ndarray,
         return both, mean + gap * (more / both), norm
 
 
-def magnitudes(file: SourceFile, dataset: h5py.Dataset) -> np.ndarray:
+def magnitudes(file: SampleSource, dataset: Any) -> np.ndarray:
     """Return the largest absolute value of each column in the first rows of a file."""
     rows = max(1, min(4096, ELEMENTS_AT_ONCE // prod(dataset.shape[1:])))
     with file.unchanged():

@@ -1,13 +1,14 @@
-"""An HDF5 file of samples: checks of its data sets, detection of changes, and its fingerprint."""
+"""Sources of samples: the base class, and an HDF5 file. Checks of data sets, detection of changes, fingerprints."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from hashlib import blake2b
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -26,18 +27,103 @@ Identity = tuple[int, int, int, int]
 """Device, inode, bytes and time of the last write (st_mtime_ns) of a file."""
 
 
-class SourceFile:
-    """An HDF5 file, open for reading. The file must not change while it is in use, because HDF5 does not detect
-    changes: it reads zeros if a file became shorter, and mixes old and new contents.
+class SampleSource:
+    """Named data sets of samples, which must not change while they are in use. A data set is an `h5py.Dataset`, or has
+    its name, shape, ndim, dtype, attrs, len, slices and read_direct.
+
+    path      name for messages
+    parts     the sources that a mixture contains; otherwise this one
+    weights   weights of the parts of a mixture; otherwise None
+    agreed    facts that must be equal on all ranks, besides the shapes of data sets
+    """
+
+    weights: tuple[float, ...] | None = None
+    agreed = ""
+
+    def __init__(self, path: str):
+        self.path = path
+        self._identities: dict[str, Identity] = {}
+
+    @property
+    def parts(self) -> list[SampleSource]:
+        return [self]
+
+    def dataset(self, name: str) -> Any:
+        """Return a data set. Raises DataError unless it exists and contains rows of real numbers that were all
+        written."""
+        raise NotImplementedError
+
+    def verify(self) -> None:
+        """Read and check what takes too long for every rank. Raises DataError."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+    def _watch(self, path: str) -> None:
+        """Detect changes of this file from now on. Raises OSError, or DataError for a file that is not regular."""
+        check_regular(path)
+        self._identities[path] = _identity(path)
+
+    def both(self) -> AbstractContextManager[None]:
+        """Context in which a thread reads the inputs and then the targets of the same rows."""
+        return nullcontext()
+
+    def check_unchanged(self) -> None:
+        """Raise DataError if a file has changed since it was opened."""
+        for path, identity in self._identities.items():
+            try:
+                changed = _identity(path) != identity
+            except OSError as error:
+                raise DataError(
+                    f"lost {path} while reading: {error.strerror}. Check the file system, and resume "
+                    "from the last checkpoint"
+                ) from None
+            if changed:
+                raise DataError(
+                    f"{path} has been replaced or has changed since it was opened, so that samples of two "
+                    "files would be mixed: write new data to another file, and start again with that"
+                )
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """As a context, for reading. Raises DataError if the body fails, or if a file has changed since it was
+        opened."""
+        problem = None
+        try:
+            yield
+        except Exception as error:
+            problem = error
+        self.check_unchanged()
+        if isinstance(problem, DataError):
+            raise problem
+        if problem is not None:
+            raise DataError(f"cannot read {self.path}: {problem}") from problem
+
+    def fingerprint(self, *datasets: Any) -> str:
+        """Return the digest of names, shapes, types, class names and values of all rows, or of evenly spaced rows."""
+        digest = blake2b(digest_size=8)
+        for dataset in datasets:
+            classes = np.asarray(dataset.attrs.get("class_names", ())).tolist()
+            facts = dataset.name, dataset.shape, dataset.dtype.name, classes
+            digest.update(json.dumps(facts, default=str).encode())
+            for rows in _sampled_rows(dataset):
+                with self.unchanged():
+                    values = dataset[rows]
+                digest.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
+        return digest.hexdigest()
+
+
+class SourceFile(SampleSource):
+    """An HDF5 file, open for reading. HDF5 does not detect changes: it reads zeros if a file became shorter, and mixes
+    old and new contents.
 
     This holds also for the other files of its data sets (links, external storage, virtual data sets).
     """
 
     def __init__(self, path: str):
-        self.path = path
+        super().__init__(path)
         try:
-            check_regular(path)
-            self._identities = {path: _identity(path)}
+            self._watch(path)
             self.h5 = h5py.File(path, "r", locking="best-effort")
         except OSError as error:
             no_hdf5 = "signature not found" in str(error)
@@ -46,9 +132,10 @@ class SourceFile:
             )
             raise DataError(f"cannot open {path}: {said or error}") from None
 
+    def close(self) -> None:
+        self.h5.close()
+
     def dataset(self, name: str) -> h5py.Dataset:
-        """Return a data set. Raises DataError unless it exists and contains rows of real numbers that were all
-        written."""
         dataset = self._opened(name) if isinstance(name, str) else None
         if not isinstance(dataset, h5py.Dataset):
             there: list[str] = []
@@ -75,51 +162,12 @@ class SourceFile:
                 raise FileNotFoundError(f"it is {link.path} of {link.filename}, which cannot be opened")
             if isinstance(dataset, h5py.Dataset):
                 for file in _files_of(dataset):
-                    check_regular(file)
-                    self._identities[file] = _identity(file)
+                    self._watch(file)
                 if dataset.shape:
                     check_all_written(self.path, dataset)
             return dataset
         except (OSError, RuntimeError, KeyError, ValueError) as error:
             raise DataError(f"{self.path}: cannot open data set {name!r}: {error}") from None
-
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """As a context, for reading. Raises DataError if the body fails, or if a file has changed since it was
-        opened."""
-        problem = None
-        try:
-            yield
-        except Exception as error:
-            problem = error
-        for path, identity in self._identities.items():
-            try:
-                changed = _identity(path) != identity
-            except OSError as error:
-                raise DataError(
-                    f"lost {path} while reading: {error.strerror}. Check the file system, and resume "
-                    "from the last checkpoint"
-                ) from None
-            if changed:
-                raise DataError(
-                    f"{path} has been replaced or has changed since it was opened, so that samples of two "
-                    "files would be mixed: write new data to another file, and start again with that"
-                )
-        if problem is not None:
-            raise DataError(f"cannot read {self.path}: {problem}") from problem
-
-    def fingerprint(self, *datasets: h5py.Dataset) -> str:
-        """Return the digest of names, shapes, types, class names and values of all rows, or of evenly spaced rows."""
-        digest = blake2b(digest_size=8)
-        for dataset in datasets:
-            classes = np.asarray(dataset.attrs.get("class_names", ())).tolist()
-            facts = dataset.name, dataset.shape, dataset.dtype.name, classes
-            digest.update(json.dumps(facts, default=str).encode())
-            for rows in _sampled_rows(dataset):
-                with self.unchanged():
-                    values = dataset[rows]
-                digest.update(np.ascontiguousarray(values, values.dtype.newbyteorder("<")).data)
-        return digest.hexdigest()
 
 
 def _files_of(dataset: h5py.Dataset) -> Iterator[str]:
@@ -170,13 +218,13 @@ def _identity(path: str) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _sampled_rows(dataset: h5py.Dataset) -> Iterator[slice]:
+def _sampled_rows(dataset: Any) -> Iterator[slice]:
     """Yield the rows whose values are in the fingerprint."""
     rows, size = dataset.shape[0], dataset.dtype.itemsize
     if prod(dataset.shape) * size <= UNSAMPLED_BYTES:
         yield slice(None)
         return
-    chunk = dataset.chunks or (1, *dataset.shape[1:])
+    chunk = getattr(dataset, "chunks", None) or (1, *dataset.shape[1:])
     read = chunk[0] * prod(-(-extent // part) * part for extent, part in zip(dataset.shape[1:], chunk[1:])) * size
     for at in np.linspace(0, rows - 1, min(rows, max(2, min(SPREAD_ROWS, SPREAD_BYTES // read))), dtype=np.int64):
         yield slice(int(at), int(at) + 1)

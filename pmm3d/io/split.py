@@ -1,9 +1,12 @@
-"""Split of a data set into training rows and held-out rows: at random, by groups, or the last rows."""
+"""Split of a data set into training rows and held-out rows: at random, by groups, or the last rows; and draws of rows
+from the sources of a mixture."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,13 +21,15 @@ class RowSet:
     samples   number of rows of the data set
     split     description of the order, for the state of a loader; "none": the order of the file
     order     permutation of all rows, position -> row of the file; None: the order of the file
+    draws     how a shuffled epoch draws these rows from the sources of a mixture; None: it has each row once
     """
 
     start: int
     stop: int
     samples: int
     split: str = "none"
-    order: Permutation | _ByGroups | None = field(default=None, compare=False, repr=False)
+    order: Permutation | _ByGroups | _BySources | None = field(default=None, compare=False, repr=False)
+    draws: Draws | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -37,6 +42,96 @@ class RowSet:
         """Return for each of these rows of the file whether it belongs to the part."""
         positions = rows if self.order is None else self.order.inverse(rows)
         return (self.start <= positions) & (positions < self.stop)
+
+
+@dataclass(frozen=True)
+class OfSource:
+    """The rows of a RowSet that are among the rows start:stop of the file."""
+
+    rows: RowSet
+    start: int
+    stop: int
+
+    def has(self, rows: np.ndarray) -> np.ndarray:
+        """Return for each of these rows of the file whether it belongs to the part."""
+        return self.rows.has(rows) & (self.start <= rows) & (rows < self.stop)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Draws from the sources of a mixture. The positions of a RowSet are those of the first source, then those of the
+    second one, and so on.
+
+    rows      number of rows of each source;   weights   of the sources
+
+    >>> Draws((3, 9), (3.0, 1.0)).counts.tolist()
+    [9, 3]
+    """
+
+    rows: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Number of rows of an epoch from each source: its share, rounded by the largest remainders."""
+        _, exponent = np.frexp(max(self.weights))
+        weights = np.ldexp(self.weights, -exponent)  # a power of two keeps the ratios; the sum is finite
+        exact = sum(self.rows) * (weights / sum(weights))
+        counts = np.floor(exact).astype(np.int64)
+        largest = np.argsort(counts - exact, kind="stable")[: sum(self.rows) - int(counts.sum())]
+        counts[largest] += 1
+        return counts
+
+    def positions(self, seed: int, epoch: int, drawn: np.ndarray) -> np.ndarray:
+        """Return the positions of these samples of an epoch."""
+        counts = self.counts
+        shuffled = Permutation(sum(self.rows), seed, epoch, 3)(drawn)
+        edges, firsts = (np.cumsum([0, *sizes]) for sizes in (counts, self.rows))
+        source = np.searchsorted(edges, shuffled, side="right") - 1
+        found = np.empty_like(shuffled)
+        for at in np.unique(source).tolist():
+            own = np.flatnonzero(source == at)
+            number = shuffled[own] - edges[at] + epoch * int(counts[at])  # of a draw from this source, over all epochs
+            passes, rest = np.divmod(number, self.rows[at])
+            for index in np.unique(passes).tolist():
+                now = passes == index
+                found[own[now]] = firsts[at] + Permutation(self.rows[at], seed, index, 4 + at)(rest[now])
+        return found
+
+
+class _BySources:
+    """The order with the training rows of each source first, then the held-out rows of each source.
+
+    parts   (training rows, held-out rows) of each source
+    """
+
+    def __init__(self, parts: Sequence[tuple[RowSet, RowSet]]):
+        self._orders = [trained.order for trained, _ in parts]
+        sizes = [len(trained) for trained, _ in parts], [len(held) for _, held in parts]
+        self._trained = np.array(sizes[0])
+        self._edges = np.cumsum([0, *sizes[0], *sizes[1]])
+        self._firsts = np.cumsum([0, *(trained.samples for trained, _ in parts)])
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        half = np.searchsorted(self._edges, numbers, side="right") - 1
+        source, held = half % len(self._trained), half >= len(self._trained)
+        own = numbers - self._edges[half] + np.where(held, self._trained[source], 0)
+        rows = np.empty_like(own)
+        for at in np.unique(source).tolist():
+            here, order = source == at, self._orders[at]
+            rows[here] = self._firsts[at] + (own[here] if order is None else order(own[here]))
+        return rows
+
+    def inverse(self, numbers: np.ndarray) -> np.ndarray:
+        source = np.searchsorted(self._firsts, numbers, side="right") - 1
+        own = numbers - self._firsts[source]
+        for at in np.unique(source).tolist():
+            here, order = source == at, self._orders[at]
+            own[here] = own[here] if order is None else order.inverse(own[here])
+        held = own >= self._trained[source]
+        half = source + len(self._trained) * held
+        positions: np.ndarray = self._edges[half] + own - np.where(held, self._trained[source], 0)
+        return positions
 
 
 class _ByGroups:
@@ -90,7 +185,32 @@ def random_groups(groups: np.ndarray, share: float, seed: int, name: str) -> tup
     return _divided(samples, trained, split, order)
 
 
+def of_sources(parts: Sequence[tuple[RowSet, RowSet]], weights: Sequence[float]) -> tuple[RowSet, RowSet]:
+    """Return (training rows, held-out rows) of the sources of a mixture together, from those of each source."""
+    sizes = [len(trained) for trained, _ in parts]
+    split = f"{parts[0][0].split} in each source, {sizes} rows to train on"
+    trained, held = _divided(sum(each.samples for each, _ in parts), sum(sizes), split, _BySources(parts))
+    return replace(trained, draws=Draws(tuple(sizes), tuple(weights))), held
+
+
+def drawn(rows: RowSet, samples: Sequence[int], weights: Sequence[float]) -> RowSet:
+    """Return rows that shuffled epochs draw from the sources of a mixture by weights. In the order of the rows, those
+    of a source precede those of the next one. Needs 16 bytes a row.
+
+    samples   number of rows of each source
+    """
+    source = np.searchsorted(np.cumsum(samples), rows.in_file(np.arange(rows.start, rows.stop)), side="right")
+    counts = np.bincount(source, minlength=len(samples))
+    return replace(rows, draws=Draws(tuple(counts.tolist()), tuple(weights)))
+
+
+def by_source(rows: RowSet, samples: Sequence[int]) -> list[OfSource]:
+    """Return the part of some rows in each source. samples: number of rows of each source."""
+    edges = np.cumsum([0, *samples]).tolist()
+    return [OfSource(rows, start, stop) for start, stop in pairwise(edges)]
+
+
 def _divided(
-    samples: int, trained: int, split: str = "none", order: Permutation | _ByGroups | None = None
+    samples: int, trained: int, split: str = "none", order: Permutation | _ByGroups | _BySources | None = None
 ) -> tuple[RowSet, RowSet]:
     return RowSet(0, trained, samples, split, order), RowSet(trained, samples, samples, split, order)

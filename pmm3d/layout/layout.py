@@ -280,7 +280,7 @@ class Layout:
         bool
             True if its index is 0 along each axis that replicates.
         """
-        return all(index == 0 or axis in self.named for axis, index in zip(coords.names, coords))
+        return {axis for axis, index in zip(coords.names, coords) if index}.issubset(self.named)
 
     def replicas(self, grid: GridShape) -> int:
         """Number of ranks that store each element, or the same partial sum."""

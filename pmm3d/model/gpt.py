@@ -8,6 +8,8 @@ from ..errors import Pmm3dError
 
 LSE = 4
 """Bytes of a log-sum-exp in float32."""
+INVERSE = 4
+"""Bytes of the inverse root mean square of a head, in float32."""
 
 
 def block_bytes(
@@ -20,6 +22,8 @@ def block_bytes(
     attention: int | None = None,
     element: int = 2,
     kv_heads: int | None = None,
+    head_dim: int | None = None,
+    qk_norm: bool = False,
     mlp: int | None = None,
     recompute: str = "none",
     dropout: bool = False,
@@ -35,6 +39,8 @@ def block_bytes(
     attention  ranks that split queries, keys, values and the result of attention. Default: inner
     element    bytes of an activation
     kv_heads   default: heads
+    head_dim   columns of a head. Default: hidden / heads
+    qk_norm    whether each head of queries and keys is normalized by its root mean square
     mlp        default: 4 hidden
     recompute  "none", "selective" or "full"
     dropout    whether attention and MLP have dropout, whose mask has a byte for each element
@@ -57,7 +63,10 @@ def block_bytes(
         return element * rows * hidden / outer
     nbytes = rows * (4 * element + 2 * dropout) * hidden / outer
     sharing = inner if attention is None else attention
-    nbytes += rows * element * ((2 + 2 * groups) * hidden / sharing + 2 * columns / inner)
+    size = hidden / heads if head_dim is None else head_dim
+    nbytes += rows * element * ((2 + 2 * groups) * heads * size / sharing + 2 * columns / inner)
+    if recompute == "none" and qk_norm:
+        nbytes += rows * (1 + groups) * heads * (element * size + INVERSE) / sharing
     if recompute == "none":
         nbytes += rows * heads * (scores * (2 * element + 1) if scores else LSE) / sharing
     return nbytes

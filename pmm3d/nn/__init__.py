@@ -4,19 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
-    from .arithmetic import add, cast, divide, multiply, scale, subtract
+    from .arithmetic import add, cast, divide, maximum, minimum, multiply, scale, subtract, where
     from .containers import MLP, Residual, Sequential
     from .contexts import defer_weights, no_grad, no_sync, unchanged
     from .contract import Gradient, LazyMatrix
-    from .dense import linear
+    from .dense import linear, matmul
+    from .elementary import abs, clip, exp, log, pow, sqrt
     from .elementwise import map_elementwise
     from .functional import dropout, gelu, gelu_tanh, layer_norm, relu, rms_norm, sigmoid, silu, tanh
+    from .grouped import grouped_linear
     from .layers import Dropout, LayerNorm, Linear, RMSNorm
+    from .lookup import scatter_add, take
     from .loss import cross_entropy, mae, mse
     from .module import Module
-    from .operations import columns, log_softmax, mean, softmax, split, sum
+    from .operations import argmax, log_softmax, max, mean, min, softmax, sum
     from .overlap import Overlap
     from .parameter import Parameter
+    from .parts import columns, concat, matrix_transpose, rows, split
     from .pipeline.network import Pipeline
     from .precision import Precision
     from .ragged_rows import ragged
@@ -38,9 +42,13 @@ _MODULES = {
     "tape": ("Tape",),
     "tensor": ("Tensor", "relayout", "results_of"),
     "ragged_rows": ("ragged",),
-    "arithmetic": ("add", "cast", "divide", "multiply", "scale", "subtract"),
-    "operations": ("columns", "log_softmax", "mean", "softmax", "split", "sum"),
-    "dense": ("linear",),
+    "arithmetic": ("add", "cast", "divide", "maximum", "minimum", "multiply", "scale", "subtract", "where"),
+    "elementary": ("abs", "clip", "exp", "log", "pow", "sqrt"),
+    "operations": ("argmax", "log_softmax", "max", "mean", "min", "softmax", "sum"),
+    "parts": ("columns", "concat", "matrix_transpose", "rows", "split"),
+    "dense": ("linear", "matmul"),
+    "grouped": ("grouped_linear",),
+    "lookup": ("scatter_add", "take"),
     "parameter": ("Parameter",),
     "pipeline.network": ("Pipeline",),
     "precision": ("Precision",),
@@ -62,11 +70,12 @@ _MODULES = {
 __all__ = [
     "Attention", "Dropout", "Embedding", "Encoder", "FeedForward", "GPT", "Gradient", "LayerNorm", "LazyMatrix",
     "Linear", "Llama", "MLP", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
-    "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "accuracy", "add", "cast", "columns",
-    "cross_entropy", "defer_weights", "divide", "dropout", "gelu", "gelu_tanh", "generate", "layer_norm", "linear",
-    "log_softmax", "mae", "manual_seed", "map_elementwise", "mean", "mse", "multiply", "no_grad", "no_sync", "r2",
-    "ragged", "relayout", "relu", "replay", "results_of", "rms_norm", "scale", "sigmoid", "silu", "softmax", "split",
-    "subtract", "sum", "tanh", "unchanged",
+    "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "abs", "accuracy", "add", "argmax", "cast", "clip",
+    "columns", "concat", "cross_entropy", "defer_weights", "divide", "dropout", "exp", "gelu", "gelu_tanh", "generate",
+    "grouped_linear", "layer_norm", "linear", "log", "log_softmax", "mae", "manual_seed", "map_elementwise", "matmul",
+    "matrix_transpose", "max", "maximum", "mean", "min", "minimum", "mse", "multiply", "no_grad", "no_sync", "pow",
+    "r2", "ragged", "relayout", "relu", "replay", "results_of", "rms_norm", "rows", "scale", "scatter_add", "sigmoid",
+    "silu", "softmax", "split", "sqrt", "subtract", "sum", "take", "tanh", "unchanged", "where",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Sums, differences, products and quotients of tensors, element by element.
+"""Sums, differences, products, quotients, and choices between elements of tensors, element by element.
 
 An operand of one row, one column or one element is broadcast. In each dim the result has the layout of the first
 operand that is not broadcast, and the other operand is relaid out. Nothing is sent if the layouts are equal, or if a
@@ -8,33 +8,45 @@ vector is replicated or split in the same way. The gradient of a broadcast opera
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import combinations
 from numbers import Real
 from typing import Any
 
-from ..arrays import Array, check_matrix_dtype, dtype_named
+from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import Layout
 from ..product import DistMatrix
 from ..product.checks import check_one_device
-from .compute import TensorSpec, check_type, local_results, sums_along
+from .compute import TensorSpec, check_real, check_type, local_results, sums_along
 from .contract import Gradient
-from .elementwise import TIMES, Elementwise, map_elementwise
+from .elementwise import TIMES, Aten, Elementwise, map_elementwise
 from .ragged_rows import same_rows
 from .tensor import Tensor, as_tensor, relayout, summed
 
 Operand = Any
 """A Tensor, a DistMatrix or a number."""
 Shape = tuple[int, int]
-__all__ = ["add", "cast", "divide", "multiply", "scale", "subtract"]
+__all__ = ["add", "cast", "divide", "maximum", "minimum", "multiply", "scale", "subtract", "where"]
 
 
 Slope = tuple[Callable[..., Array] | Elementwise | None, tuple[int, ...]]
 """Derivative by one operand: a function of the gradient and of some operands (None: the gradient), and the indices of
 these operands."""
 AS_IT_IS: Slope = (None, ())
+OPERANDS = "a", "b", "condition"
+"""Names of the operands of an operation."""
 OF_DIVISOR = Elementwise(lambda _, g, p, q: -(g / q) * (p / q))
+MAXIMUM = Elementwise(lambda library, p, q: library.xp.maximum(p, q), Aten("maximum"))
+MINIMUM = Elementwise(lambda library, p, q: library.xp.minimum(p, q), Aten("minimum"))
+CHOSEN = Elementwise(lambda library, p, q, condition: library.xp.where(condition != 0, p, q))
+OF_LARGER, OF_SMALLER, OF_CHOSEN, OF_OTHER = (
+    Elementwise(lambda library, g, p, q: _of_winner(library, g, p < q, p == q)),
+    Elementwise(lambda library, g, p, q: _of_winner(library, g, p > q, p == q)),
+    Elementwise(lambda library, g, condition: library.xp.where(condition != 0, g, 0)),
+    Elementwise(lambda library, g, condition: library.xp.where(condition != 0, 0, g)),
+)
 
 
 def add(a: Operand, b: Operand) -> Tensor:
@@ -133,6 +145,91 @@ def divide(a: Operand, b: Operand) -> Tensor:
     return _operation("divide", a, b, operator.truediv, (operator.truediv, (1,)), (OF_DIVISOR, (0, 1)))
 
 
+def maximum(a: Operand, b: Operand) -> Tensor:
+    """The larger of a and b, element by element. NaN if one of them is NaN.
+
+    Parameters
+    ----------
+    a, b : Tensor, DistMatrix or float
+        As in `add`, also for result, errors and layouts. Partial sums are summed first. Complex numbers are refused.
+
+    Notes
+    -----
+    The gradient belongs to the larger element. Equal elements get one half each, as in torch.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.maximum(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), 1).gather()
+    array([[1., 1., 2.]])
+    """
+    return _extreme("maximum", a, b, MAXIMUM, OF_LARGER, OF_SMALLER)
+
+
+def minimum(a: Operand, b: Operand) -> Tensor:
+    """The smaller of a and b, element by element. NaN if one of them is NaN.
+
+    Parameters
+    ----------
+    a, b : Tensor, DistMatrix or float
+        As in `maximum`, also for result, errors, layouts and gradients.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.minimum(DistMatrix.from_function(grid, (1, 3), lambda i, j: j), 1).gather()
+    array([[0., 1., 1.]])
+    """
+    return _extreme("minimum", a, b, MINIMUM, OF_SMALLER, OF_LARGER)
+
+
+def _extreme(name: str, a: Operand, b: Operand, function: Elementwise, of_a: Elementwise, of_b: Elementwise) -> Tensor:
+    check_real(name, as_tensor(b if isinstance(a, Real) else a).spec)
+    return _operation(name, a, b, function, (of_a, (0, 1)), (of_b, (0, 1)))
+
+
+def where(condition: Tensor | DistMatrix, a: Operand, b: Operand) -> Tensor:
+    """a if the condition is not 0, else b, element by element.
+
+    Parameters
+    ----------
+    condition : Tensor or DistMatrix
+        Numbers of any type, such as a mask of 0 and 1. It has no gradient. An operand of one row, one column or one
+        element is broadcast.
+    a, b : Tensor, DistMatrix or float
+        At least one is a tensor or a matrix. Both may be broadcast.
+
+    Returns
+    -------
+    Tensor
+        In each dim it has the layout of the first of a, b and `condition` that is not broadcast. Partial sums are
+        summed first.
+
+    Raises
+    ------
+    LayoutError
+        If the shapes do not match.
+    GridError, DTypeError
+        If grids or libraries of the operands differ, or the types of a and b.
+
+    Notes
+    -----
+    An operand in another layout is relaid out. If the layouts are equal, nothing is sent. The element that is not
+    chosen gets the gradient 0, also if it is infinite or NaN.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j - 1))
+    ...     nn.where(nn.relu(x), x, 10.0).gather()  # the elements above 0
+    array([[10., 10.,  1.]])
+    """
+    return _operation("where", a, b, CHOSEN, (OF_CHOSEN, (2,)), (OF_OTHER, (2,)), condition=as_tensor(condition))
+
+
 def scale(x: Tensor | DistMatrix, factor: float) -> Tensor:
     """factor * x, in the layout of x, which may have partial sums.
 
@@ -208,35 +305,53 @@ def _as_it_is(part: Array) -> Array:
     return part
 
 
-def _operation(name: str, a: Operand, b: Operand, function: Callable[..., Array], *slopes: Slope) -> Tensor:
+def _of_winner(library: NumpyLibrary, g: Array, loses: Array, ties: Array) -> Array:
+    """Gradient of an operand of `maximum` or `minimum`."""
+    return library.xp.where(loses, 0, library.xp.where(ties, 0.5 * g, g))
+
+
+def _operation(
+    name: str,
+    a: Operand,
+    b: Operand,
+    function: Callable[..., Array] | Elementwise,
+    *slopes: Slope,
+    condition: Tensor | None = None,
+) -> Tensor:
+    """function(a, b), or function(a, b, condition)."""
     linear = not any(needs for _, needs in slopes)
-    pair = [each if linear else summed(each) for each in _tensors(a, b)]
-    _check(name, *pair)
-    rows, cols = (q if p == 1 != q else p for p, q in zip(pair[0].shape, pair[1].shape))
-    shape = rows, cols
-    layout, places = _together(pair[0].shape, pair[0].layout, pair[1].shape, pair[1].layout)
-    pair = [relayout(each, place) for each, place in zip(pair, places)]
-    spec, shards = pair[0].spec.like(shape, layout), [each.shard for each in pair]
-    out, wanted = map_elementwise(spec, name, function, *shards), [each.requires_grad for each in pair]
+    operands = [each if linear else summed(each) for each in _tensors(a, b)]
+    check_alike(name, *operands)
+    check_type(name, operands[0].spec)
+    if condition is not None:
+        operands.append(summed(condition))
+        check_alike(name, *operands, one_type=False)
+    _check_shapes(name, operands)
+    shapes = [each.shape for each in operands]
+    rows, cols = ([size for size in sizes if size != 1] or [1] for sizes in zip(*shapes))
+    shape = rows[0], cols[0]
+    layout, places = _together(tuple(shapes), tuple([each.layout for each in operands]))
+    operands = [relayout(each, place) for each, place in zip(operands, places)]
+    spec, shards = operands[0].spec.like(shape, layout), [each.shard for each in operands]
+    out, wanted = map_elementwise(spec, name, function, *shards), [each.requires_grad for each in operands]
     needed = sorted({index for (_, needs), wants in zip(slopes, wanted) if wants for index in needs})
-    shapes = [each.shape for each in pair]
 
     def rule(gradient: Array, *saved_arrays: Array) -> list[Gradient | None]:
-        operands = dict(zip(needed, saved_arrays))
+        saved = dict(zip(needed, saved_arrays))
 
         def by(of: Callable[..., Array] | Elementwise | None, needs: tuple[int, ...]) -> Array:
             return (
                 gradient
                 if of is None
-                else map_elementwise(spec, name + " backward", of, gradient, *map(operands.get, needs))
+                else map_elementwise(spec, name + " backward", of, gradient, *map(saved.get, needs))
             )
 
         return [
             summed_to(size, spec, by(*slope)) if wants else None for size, slope, wants in zip(shapes, slopes, wanted)
         ]
 
-    saved = {f"{name}.{'ab'[index]}": pair[index] for index in needed}
-    return pair[0].from_op(out, pair, rule, keep=saved, shape=shape, layout=layout)
+    keep = {f"{name}.{OPERANDS[index]}": operands[index] for index in needed}
+    return operands[0].from_op(out, operands[:2], rule, keep=keep, shape=shape, layout=layout)
 
 
 def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
@@ -246,36 +361,46 @@ def _tensors(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     return one, other
 
 
-def _check(name: str, a: Tensor, b: Tensor) -> None:
-    if a.grid is not b.grid:
-        raise GridError(
-            f"{name}: the operands must be on one Grid; they are on two Grids ({a.grid.shape} and {b.grid.shape})"
-        )
-    if not a.library.on_host:
-        check_one_device(name, a.shard, b.shard)
-    if (a.dtype, a.library) != (b.dtype, b.library):
-        raise DTypeError(
-            f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
-            "they must be of one type and library"
-        )
-    check_type(name, a.spec)
-    if not all(same_rows(p, q) or 1 in (p, q) for p, q in zip(a.shape, b.shape)):
-        raise LayoutError(
-            f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not match: numbers "
-            "of rows and of columns must be equal, or 1. Ragged rows are equal if one tensor was "
-            "computed from the other, or made with its rows (nn.ragged(..., rows=x.shape[0]))"
-        )
+def check_alike(name: str, *operands: Tensor, one_type: bool = True) -> None:
+    """Raise GridError or DTypeError if the operands are on several Grids or devices, or of several libraries or types.
+
+    one_type   False: types may differ
+    """
+    a = operands[0]
+    for b in operands[1:]:
+        if a.grid is not b.grid:
+            raise GridError(
+                f"{name}: the operands must be on one Grid; they are on two Grids ({a.grid.shape} and {b.grid.shape})"
+            )
+        if not a.library.on_host:
+            check_one_device(name, a.shard, b.shard)
+        if a.library != b.library or (one_type and a.dtype != b.dtype):
+            raise DTypeError(
+                f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
+                f"they must be of one {'type and ' * one_type}library"
+            )
+
+
+def _check_shapes(name: str, operands: Sequence[Tensor]) -> None:
+    for a, b in combinations(operands, 2):
+        if not all([same_rows(p, q) or 1 in (p, q) for p, q in zip(a.shape, b.shape)]):
+            raise LayoutError(
+                f"{name}: {a.shape[0]} x {a.shape[1]} and {b.shape[0]} x {b.shape[1]} do not match: numbers "
+                "of rows and of columns must be equal, or 1. Ragged rows are equal if one tensor was "
+                "computed from the other, or made with its rows (nn.ragged(..., rows=x.shape[0]))"
+            )
 
 
 @lru_cache(maxsize=1024)
-def _together(a: Shape, of_a: Layout, b: Shape, of_b: Layout) -> tuple[Layout, list[Layout]]:
+def _together(shapes: tuple[Shape, ...], layouts: tuple[Layout, ...]) -> tuple[Layout, list[Layout]]:
     """Layout of the result, and the layouts that the operands need for it."""
-    from_a = [not p == 1 != q for p, q in zip(a, b)]
-    rows, cols = of_a.rows if from_a[0] else of_b.rows, of_a.cols if from_a[1] else of_b.cols
-    units = [(of_a if taken else of_b).units[dim] for dim, taken in enumerate(from_a)]
-    shape = a[0] if from_a[0] else b[0], a[1] if from_a[1] else b[1]
-    layout = Layout(rows, [axis for axis in cols if axis not in rows], of_a.sums if a == shape else (), units)
-    return layout, [_within(size, shape, layout) for size in (a, b)]
+    by_row, by_col = (next((index for index, size in enumerate(sizes) if size != 1), 0) for sizes in zip(*shapes))
+    rows, cols = layouts[by_row].rows, layouts[by_col].cols
+    units = layouts[by_row].units[0], layouts[by_col].units[1]
+    shape = shapes[by_row][0], shapes[by_col][1]
+    sums = layouts[0].sums if shapes[0] == shape else ()
+    layout = Layout(rows, [axis for axis in cols if axis not in rows], sums, units)
+    return layout, [_within(size, shape, layout) for size in shapes]
 
 
 def _within(shape: Shape, parent_shape: Shape, layout: Layout) -> Layout:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from types import ModuleType
@@ -158,9 +158,9 @@ class computing:
         self._grid.ledger.computed(self._what, self._begun)
 
 
-def local_results(grid: Grid, function: Callable[..., Any], *arrays: Any) -> Any:
+def local_results(grid: Grid, function: Callable[..., Any], *arrays: Any, writes: Sequence[Any] = ()) -> Any:
     """Return function(*arrays) as one instruction: a new array, or a tuple of new arrays and numbers. Recorded steps
-    copy the arrays, so they should be small."""
+    copy the arrays, so they should be small. writes: of the arrays, those that it writes."""
     recorder = grid.engine.recorder
     if recorder is None:
         return function(*arrays)
@@ -168,7 +168,7 @@ def local_results(grid: Grid, function: Callable[..., Any], *arrays: Any) -> Any
         made = function(*arrays)
     outs = [_fixed(grid, each) for each in (made if isinstance(made, tuple) else (made,))]
     bind = partial(partial, _set_results, function, len(outs))
-    recorder.kernel("", 0, bind, (*outs, *arrays), getattr(function, "__name__", "call"))
+    recorder.kernel("", 0, bind, (*outs, *arrays), getattr(function, "__name__", "call"), [*outs, *writes])
     return tuple(outs) if isinstance(made, tuple) else outs[0]
 
 
@@ -195,14 +195,36 @@ def gemm(spec: TensorSpec, a: Array, b: Array, c: Array, beta: float = 0, *, tf3
     with computing(spec.grid, "gemm", work):
         _gemm(a, b, c, spec, beta, tf32)
     if recorder is not None:
-        recorder.kernel("gemm", work, partial(_bound_gemm, spec, beta, tf32), (a, b, c))
+        bind, updates = partial(_bound_gemm, spec, beta, tf32), [c] if beta else []
+        recorder.kernel("gemm", work, bind, (a, b, c), writes=[] if beta else [c], updates=updates)
 
 
 def _bound_gemm(spec: TensorSpec, beta: float, tf32: bool, a: Array, b: Array, c: Array) -> Callable[[], None]:
-    library, kinds = spec.library, {spec.library.dtype(each) for each in (a, b, c)}
-    if not a.shape[1] or 0 in c.shape or len(kinds) > 1 or kinds & {*LOW_PRECISION}:
+    if not _binds(spec, a, b, c):
         return partial(_gemm, a, b, c, spec, beta, tf32)
-    return library.bound_gemm(a, b, c, 1, beta, spec.grid.workspace)
+    return spec.library.bound_gemm(a, b, c, 1, beta, spec.grid.workspace)
+
+
+def gemm_of_forms(
+    spec: TensorSpec, a: Array, b: Array, c: Array, beta: float, tf32: bool
+) -> Callable[[Array, Array, Array], None]:
+    """Return a function of (a, b, c) that computes C = A B + beta C for arrays of the same types, shapes and
+    strides."""
+    if not _binds(spec, a, b, c):
+        return lambda a, b, c: _gemm(a, b, c, spec, beta, tf32)
+    return spec.library.gemm_of_forms(a, b, c, 1, beta, spec.grid.workspace)
+
+
+def _binds(spec: TensorSpec, a: Array, b: Array, c: Array) -> bool:
+    """Whether the library's BLAS on the host multiplies the arrays as they are."""
+    kinds = {spec.library.dtype(each) for each in (a, b, c)}
+    return (
+        spec.library.on_host
+        and bool(a.shape[1])
+        and 0 not in c.shape
+        and len(kinds) == 1
+        and not kinds & {*LOW_PRECISION}
+    )
 
 
 def _gemm(a: Array, b: Array, c: Array, spec: TensorSpec, beta: float, tf32: bool) -> None:
@@ -216,6 +238,13 @@ def check_type(name: str, spec: TensorSpec) -> None:
     """Raise DTypeError for integers, because they cannot represent the result of an operation."""
     if spec.dtype not in MATRIX_DTYPES:
         raise DTypeError(f"{name}: a tensor of floating point numbers is needed, got {spec.dtype}")
+
+
+def check_real(name: str, spec: TensorSpec) -> None:
+    """Raise DTypeError for integers and for complex numbers, which have no order."""
+    check_type(name, spec)
+    if spec.dtype.startswith("complex"):
+        raise DTypeError(f"{name}: a tensor of real numbers is needed, got {spec.dtype}")
 
 
 def sums_along(array: Array, dim: int | None = None) -> Array:

@@ -80,12 +80,14 @@ class WeightProducts:
             if parameter.grad_buffer is not None:
                 parameter.grad_buffer.queues.discard(self._mark)
         del taken
-        parallel = tape.parallel
+        parallel, recorder = tape.parallel, self._grid.engine.recorder
         with override(parallel, deferred=None):
             parallel.begin_drain(tape.syncing, uses)
             try:
                 while wanted:
                     parameter, part = wanted.pop(0)
+                    if recorder is not None:
+                        recorder.layer = parameter.name.rpartition(".")[0]
                     parameter._receive(part)
                     del part
                 parallel.finish()

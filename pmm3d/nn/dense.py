@@ -1,4 +1,4 @@
-"""The product of a linear layer, by the schedule of AxoNN."""
+"""Products of tensors by the schedule of AxoNN: linear layers, and products of two activations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from ..comm import Arrivals, assign
 from ..errors import DTypeError, GridError, LayoutError, Pmm3dError
 from ..layout import Layout, transitions
 from ..layout.layout import SINGLE, Units, layout_of
+from ..product import DistMatrix
 from ..product.checks import check_one_device, check_tf32
 from ..product.relayout import relayout as relayout_array
-from .compute import TensorSpec, column_sums, gemm
+from .arithmetic import check_alike
+from .compute import TensorSpec, check_type, column_sums, gemm
 from .contract import LazyMatrix
 from .overlapped_gemm import gemm_then_relayout
 from .parallel import BackwardSync
 from .parameter import Parameter
-from .tensor import Tensor, relayout
+from .tensor import Tensor, as_tensor, relayout
 
 OTHER = {"y": "x", "x": "y"}
 """Axis of a layer's input columns -> axis of its output columns."""
@@ -91,9 +93,9 @@ def linear(
         check_tf32(tf32, x, "linear")
     _check(x, weight, bias)
     kind = x.layout, weight.layout, isinstance(weight, Parameter), activations
-    layouts = _layouts_of(*kind)
+    layouts = layouts_of(*kind)
     if activations == "sharded" and cuts_inside(x, layouts.out.rows):
-        layouts = _layouts_of(*kind, inside=True)
+        layouts = layouts_of(*kind, inside=True)
     x = relayout(x, layouts.came)
     if not layouts.gathers:
         weight = relayout(weight, layouts.weight)
@@ -128,6 +130,62 @@ def linear(
     )
 
 
+def matmul(a: Tensor | DistMatrix, b: Tensor | DistMatrix, *, tf32: bool | None = None) -> Tensor:
+    """C = A B, of two activations or other tensors. The same as a @ b.
+
+    Parameters
+    ----------
+    a : Tensor or DistMatrix
+        A, (m, k), in any layout. Best with rows over data and z, and columns over y or x.
+    b : Tensor or DistMatrix
+        B, (k, n), in any layout. Best with rows over the axis of the columns of A, and columns over the other of x
+        and y.
+    tf32 : bool or None
+        As in `linear`.
+
+    Returns
+    -------
+    Tensor
+        C, (m, n), with the layout of the result of `linear`: rows over data and z in the units of A, columns over x (or
+        y) in the units of B.
+
+    Raises
+    ------
+    LayoutError
+        If the k differ.
+    GridError, DTypeError
+        If grids, libraries or types differ, and for `tf32` if nothing would be rounded.
+
+    Notes
+    -----
+    B has the role of the weight of `linear`. It is gathered over data and z. So the product needs least memory if B is
+    the smaller operand; (b.T @ a.T).T exchanges the roles. Each rank receives, of blocks as a GEMM uses them:
+
+        forward    the relayouts of A and B  +  2 (Gy-1)/Gy |C|
+        backward   2 (Gx-1)/Gx |A|  +  the sum of dB over data and z, into the layout of B
+
+    The sums run while the other gradient is computed, as in `linear`.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j))
+    ...     (x @ x.T).gather()
+    array([[ 5.,  8.],
+           [ 8., 14.]])
+    """
+    a, b = as_tensor(a), as_tensor(b)
+    if a.shape[1] != b.shape[0]:
+        raise LayoutError(
+            f"matmul: A is {a.shape[0]} x {a.shape[1]} and B {b.shape[0]} x {b.shape[1]}; the columns of A and the "
+            "rows of B must be equally many. x.T is the transpose of x"
+        )
+    check_alike("matmul", a, b)
+    check_type("matmul", a.spec)
+    return linear(a, b, tf32=tf32)
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.shape[1] != weight.shape[0]:
         raise LayoutError(f"linear: the input has {x.shape[1]} columns, the weight {weight.shape[0]} rows")
@@ -147,7 +205,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-class _Layouts(NamedTuple):
+class Layouts(NamedTuple):
     """Layouts of one use of a layer, O = I W + b, and the axes of its columns.
 
     k, n                           axes that split the columns of I and of O
@@ -174,10 +232,10 @@ class _Layouts(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _layouts_of(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> _Layouts:
+def layouts_of(x: Layout, weight: Layout, is_parameter: bool, activations: str, inside: bool = False) -> Layouts:
     """Layouts of a layer with an input and a weight in these layouts. inside: k may cut units of the rows of O."""
     k = _column_axis(x, weight)
-    n, gathers = OTHER[k], is_parameter and _is_sharded(weight, k)
+    n, gathers = OTHER[k], is_parameter and weight_axis(weight) is not None
     row_unit, outer = x.units[0], weight.units[1]
     units = row_unit, weight.units[0] if gathers else x.units[1]
     rows = tuple([axis for axis in x.rows if axis not in (k, n)])
@@ -185,7 +243,7 @@ def _layouts_of(x: Layout, weight: Layout, is_parameter: bool, activations: str,
         rows = ("data", "z", *(axis for axis in rows if axis not in ("data", "z")))
     out_unit = tuple((axis, row_unit) for axis in rows) if inside else row_unit
     came = layout_of((*rows, n) if x.rows == (*rows, n) else rows, (k,), (), units)
-    return _Layouts(
+    return Layouts(
         k,
         n,
         gathers,
@@ -213,7 +271,7 @@ class _Schedule(NamedTuple):
 
     came: TensorSpec
     out: TensorSpec
-    layouts: _Layouts
+    layouts: Layouts
     wanted: bool
     learns: bool
     regathers: bool
@@ -292,6 +350,11 @@ class _Schedule(NamedTuple):
         return [of_input, of_weight, of_bias]
 
 
+def input_layout(x: Tensor, weight: Tensor) -> Layout:
+    """Layout of an input with which a layer moves and gathers no rows."""
+    return layouts_of(x.layout, weight.layout, isinstance(weight, Parameter), "replicated").input
+
+
 def cuts_inside(x: Tensor, rows: tuple[str, ...]) -> bool:
     """Whether the last of these axes cuts inside the units of rows of x, because all axes together have more ranks than
     there are units. An axis of one rank does not cut. Raises LayoutError for ragged rows."""
@@ -304,14 +367,11 @@ def weight_layout(k: str, units: Units = SINGLE) -> Layout:
     return layout_of((k, "z"), (OTHER[k],), (), units)
 
 
-def _is_sharded(weight: Layout, k: str) -> bool:
-    """Whether this is the `weight_layout` of k, in any units."""
-    return weight == weight_layout(k, weight.units)
+def weight_axis(layout: Layout) -> str | None:
+    """The k of which this is the `weight_layout`, in any units; None for another layout."""
+    return next((k for k in OTHER if (layout.rows, layout.cols, layout.sums) == ((k, "z"), (OTHER[k],), ())), None)
 
 
 def _column_axis(x: Layout, weight: Layout) -> str:
     """Axis that splits the columns of I: from the layout of a sharded weight, else from that of I (default "y")."""
-    for k in OTHER:
-        if _is_sharded(weight, k):
-            return k
-    return x.cols[0] if x.cols in (("x",), ("y",)) else "y"
+    return weight_axis(weight) or (x.cols[0] if x.cols in (("x",), ("y",)) else "y")

@@ -126,7 +126,7 @@ def map_elementwise(
         with computing(spec.grid, "elementwise", work, name):
             made = map_elementwise(spec, None, function, *operands, out=out)
         if recorder is not None:
-            recorder.kernel("elementwise", work, partial(_bound, spec, function), (out, *operands), name)
+            recorder.kernel("elementwise", work, partial(_bound, spec, function), (out, *operands), name, [out])
         return made
     library = spec.library
     if (kernel := _aten(spec, function, operands)) is not None:
@@ -159,7 +159,7 @@ def _aten(spec: TensorSpec, function: Callable[..., Array] | Elementwise, operan
     kernel = function.torch if isinstance(function, Elementwise) else KERNELS.get(function)
     if (
         isinstance(kernel, Aten)
-        and library.kind == "torch"
+        and library.name == "torch"
         and library.has_data
         and all([hasattr(each, "dtype") and library.dtype(each) == spec.dtype for each in operands])
     ):
@@ -174,7 +174,7 @@ TIMES = Elementwise(lambda _, x, factor: x * factor, lambda torch, x, factor: to
 class Activation(NamedTuple):
     """An elementwise function f. `value` computes f(x), and `slope` computes g f'(x).
 
-    The operands of `slope` are g and f(x) if `of_output`, else g and x.
+    The operands of `slope` are g and f(x) if `of_output`, else g and x. Numbers on which f depends follow in both.
     """
 
     name: str

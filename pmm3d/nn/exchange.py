@@ -2,7 +2,7 @@
 
 With the names "torch", tensors are named as in a torch.nn.Sequential of the same layers ("0.weight", "2.bias"). Weights
 of Linear are transposed to torch's (outputs, inputs), vectors are 1D, and the gain of a LayerNorm is called weight.
-Transformers also have published names: "gpt2" for `nn.GPT`, and "llama" for `nn.Llama`.
+Transformers also have published names: "gpt2" for `nn.GPT`, and "llama" for `nn.Llama` (Llama, Mistral, Qwen).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..product import DistMatrix
 from .facts import FACTS, facts_in, facts_of
 from .from_checkpoint import fill_weights, find_checkpoint, make_master_weights, prepare
 from .module import Module
-from .operations import columns
 from .optimizer import Optimizer
 from .parameter import Parameter
+from .parts import columns
 
 __all__ = ["export_torch", "import_torch", "load_weights"]
 
@@ -416,9 +416,9 @@ def load_weights(
 
     Notes
     -----
-    Facts are settings that no shape shows. Those of a network are heads, window, rotary base, causal mask, eps and
-    activations. Checkpoints of a `TrainState`, exported files and config.json contain them. A fact that one side lacks
-    is not compared.
+    Facts are settings that no shape shows. Those of a network are heads, window, rotary base and its scaling, causal
+    mask, eps and activations. Checkpoints of a `TrainState`, exported files and config.json contain them. A fact that
+    one side lacks is not compared.
 
     Examples
     --------

@@ -24,10 +24,10 @@ logger = logging.getLogger("pmm3d.nn")
 Facts = dict[str, Any]
 FACTS = "facts"
 """Key of the facts in a checkpoint's meta, and in the metadata of an exported file."""
-LAYERS = ("vocabulary", "heads", "causal", "window", "rotary_base", "eps")
+LAYERS = ("vocabulary", "heads", "causal", "window", "rotary_base", "rotary_scaling", "eps")
 """Attributes of layers that change results. Except vocabulary, they change no shape."""
-NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "kv_heads", "mlp", "positions", "tied", "dtype",
-           "build", *LAYERS)  # fmt: skip
+NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "kv_heads", "head_dim", "qkv_bias", "qk_norm",
+           "mlp", "positions", "tied", "dtype", "build", *LAYERS)  # fmt: skip
 """Keys of [network] and facts that define the network; the other keys define how it is computed."""
 DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
         "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
@@ -71,15 +71,20 @@ def facts_of(network: Module) -> Facts:
     by_name = dict[str, list[Any]]()
     for _, module in getattr(network, "dry", network).named_modules():
         own = [
-            (name, value.item() if isinstance(value, np.number) else value)
+            (name, fact(value))
             for name, value in vars(module).items()
-            if name in LAYERS and (value is None or isinstance(value, (int, float, np.number)))
+            if name in LAYERS and (value is None or isinstance(value, (int, float, tuple, np.number)))
         ]
         for name, value in (*own, *(("activation", name) for name in functions_in(module))):
             by_name.setdefault(f"network.{name}", []).append(value)
     return {
         name: values[0] if all(each == values[0] for each in values) else values for name, values in by_name.items()
     }
+
+
+def fact(value: Any) -> Any:
+    """Return the value of an attribute as a fact: None, a number, or the text of a scaling of rotary positions."""
+    return value.item() if isinstance(value, np.number) else str(value) if isinstance(value, tuple) else value
 
 
 def facts_in(meta: Any) -> Facts:
@@ -166,7 +171,7 @@ def _text(value: Any, start: int) -> str:
 
 def _kind(key: str) -> str:
     section, _, name = key.partition(".")
-    if section == "network" and name in NETWORK:
+    if section == "network" and name.partition(".")[0] in NETWORK:
         return "network"
     return "data" if key in DATA else key if key in ACCEPTED else "free"
 

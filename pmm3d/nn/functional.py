@@ -9,12 +9,14 @@ from collections.abc import Callable
 from operator import mul
 
 from ..arrays import Array, random
-from ..comm import call
+from ..comm import assign, call
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows, real
 from .compute import TensorSpec, array_namespace, column_sums, computing, local_results, sums_along
 from .contract import Gradient, LazyMatrix
-from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Activation, Elementwise, map_elementwise
+from .elementary import apply
+from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Elementwise, map_elementwise
+from .parts import check_unit, in_units
 from .statistics import mean_squares, moments, sum_over
 from .tensor import Tensor, relayout, summed
 
@@ -46,7 +48,7 @@ def relu(x: Tensor) -> Tensor:
     ...     nn.relu(nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j - 1))).gather()
     array([[0., 0., 1.]])
     """
-    return _elementwise(x, RELU)
+    return apply(x, RELU)
 
 
 def tanh(x: Tensor) -> Tensor:
@@ -64,7 +66,7 @@ def tanh(x: Tensor) -> Tensor:
     ...     nn.tanh(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
     array([[0.    , 0.7616]])
     """
-    return _elementwise(x, TANH)
+    return apply(x, TANH)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ def sigmoid(x: Tensor) -> Tensor:
     ...     nn.sigmoid(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
     array([[0.5   , 0.7311]])
     """
-    return _elementwise(x, SIGMOID)
+    return apply(x, SIGMOID)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def silu(x: Tensor) -> Tensor:
     ...     nn.silu(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
     array([[0.    , 0.7311]])
     """
-    return _elementwise(x, SILU)
+    return apply(x, SILU)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def gelu(x: Tensor) -> Tensor:
     ...     nn.gelu(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
     array([[0.    , 0.8413]])
     """
-    return _elementwise(x, GELU)
+    return apply(x, GELU)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     ...     nn.gelu_tanh(nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j))).gather().round(4)
     array([[0.    , 0.8412]])
     """
-    return _elementwise(x, GELU_TANH)
+    return apply(x, GELU_TANH)
 
 
 ACTIVATIONS = {function.__name__: function for function in (relu, gelu, gelu_tanh, tanh, silu, sigmoid)}
@@ -147,20 +149,6 @@ def activation_named(name: str) -> Callable[[Tensor], Tensor]:
     if name not in ACTIVATIONS:
         raise Pmm3dError(f"there is no activation named {name!r}{hint(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
-
-
-def _elementwise(x: Tensor, function: Activation) -> Tensor:
-    x = summed(x)
-    spec, local = x.spec, x.shard
-    out = map_elementwise(spec, function.name, function.value, local)
-    backward = function.name + " backward"
-    saved = {f"{function.name}.output": out} if function.of_output else {f"{function.name}.input": x}
-    return x.from_op(
-        out,
-        (x,),
-        lambda gradient, array: (map_elementwise(spec, backward, function.slope, gradient, array),),
-        keep=saved,
-    )
 
 
 def dropout(x: Tensor, p: float, seed: int, stream: int | Callable[[], int] = 0) -> Tensor:
@@ -224,7 +212,7 @@ def _dropout_mask(spec: TensorSpec, box: Box, p: float, seed: int, stream: int |
         fill_mask(mask, box, spec.shape[1], p, seed, stream() if callable(stream) else stream)
 
     if library.has_data:
-        call(spec.grid.engine, fill, mask)
+        call(spec.grid.engine, fill, mask, writes=[mask])
     else:
         library.passed("dropout mask", mask)
     return mask
@@ -282,17 +270,22 @@ def layer_norm(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tens
     return _normalized("layer_norm", x, gain, bias, eps)
 
 
-def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6, *, unit: int | None = None) -> Tensor:
     """x / sqrt(mean of x^2 + eps) * gain, along the columns (Zhang, Sennrich 2019).
 
     Parameters
     ----------
     x, gain, eps
         As in `layer_norm`, also for result and errors. Default of `eps`: 1e-6.
+    unit : int or None
+        Normalize each unit of this number of columns by its own mean square, such as each head. n is a multiple of the
+        unit, and gain is (1, unit). The result has the layout of x, in whole units. Default: all columns are one unit.
 
     Notes
     -----
-    Along each axis that splits the columns, the forward and the backward pass all-reduce a number for each row.
+    Along each axis that splits the columns, the forward and the backward pass all-reduce a number for each row. With
+    `unit`, nothing is sent if ranks hold whole units and the gain is replicated. The gradient of the gain then has
+    partial sums over the axes that split rows or columns.
 
     Examples
     --------
@@ -301,14 +294,20 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float = 1e-6) -> Tensor:
     ...     x = nn.Tensor(DistMatrix.random(grid, (5, 2), dtype="float32"))
     ...     nn.rms_norm(x, nn.RMSNorm(grid, 2).gain).shape
     (5, 2)
+    >>> with Grid(shape="ddp") as grid:
+    ...     heads = nn.Tensor(DistMatrix.from_function(grid, (1, 4), lambda i, j: 1.0 + 9 * (j > 1)))
+    ...     nn.rms_norm(heads, nn.RMSNorm(grid, 4, unit=2, dtype="float64").gain, 0, unit=2).gather()
+    array([[1., 1., 1., 1.]])
     """
-    return _normalized("rms_norm", x, gain, None, eps)
+    return _normalized("rms_norm", x, gain, None, eps, unit)
 
 
-def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Normalize by mean and variance; without bias, by the mean square."""
-    x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias])
-    spec, local, cols, backward = x.spec, x.shard, gain.layout.cols, name + " backward"
+def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: float, unit: int | None = None) -> Tensor:
+    """Normalize by mean and variance; without bias, by the mean square. unit: as in `rms_norm`."""
+    x, vectors = _aligned(name, x, [gain] if bias is None else [gain, bias], unit)
+    gain, outer = vectors[0], x.spec
+    spec = outer if unit is None else _of_units(outer, unit)
+    local, cols, backward = _reshaped(spec, x.shard), spec.layout.cols, name + " backward"
     xp = array_namespace(local)
     wanted, learns, shifts = x.requires_grad, gain.requires_grad, bias is not None
 
@@ -335,6 +334,7 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
             return sum_over(spec.grid, sums, cols) / spec.shape[1]
 
     def rule(gradient: Array, normal: Array, inverse: Array, factor: Array) -> list[Array | LazyMatrix | None]:
+        gradient = _reshaped(spec, gradient)
         product = map_elementwise(spec, backward, mul, gradient, normal) if learns else None
         of_rows = [None if product is None else _sum_of_rows(spec, product)]
         of_rows += [_sum_of_rows(spec, gradient)] * shifts
@@ -352,16 +352,46 @@ def _normalized(name: str, x: Tensor, gain: Tensor, bias: Tensor | None, eps: fl
             sums[-1][:, None],
             inverse,
         )
-        return [dx, *of_rows]
+        return [_reshaped(outer, dx), *of_rows]
 
     saved = {f"{name}.normal": normal, f"{name}.inverse": inverse, f"{name}.gain": gain}
-    return x.from_op(out, (x, *vectors), rule, keep=saved)
+    return x.from_op(_reshaped(outer, out), (x, *vectors), rule, keep=saved)
 
 
-def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Return the input of a norm, and its gain and bias, with columns in the layout of the gain."""
+def _of_units(spec: TensorSpec, unit: int) -> TensorSpec:
+    """Spec of a tensor in whole units of columns, with a row for each unit of each row."""
+    rows, cols = spec.local_shape
+    units = spec.shape[1] // unit
+    return TensorSpec(
+        spec.grid,
+        (spec.shape[0] * units, unit),
+        Layout((*spec.layout.rows, *spec.layout.cols)),
+        spec.dtype,
+        spec.library,
+        (rows * (cols // unit), unit),
+    )
+
+
+def _reshaped(spec: TensorSpec, array: Array) -> Array:
+    """Local array in the shape of the spec: a view, or a copy of an array with gaps or in another order."""
+    if tuple(array.shape) == spec.local_shape:
+        return array
+    if not spec.library.is_contiguous(array):
+        held = spec.new(tuple(array.shape))
+        assign(spec.grid.engine, held, array)
+        array = held
+    return array.reshape(*spec.local_shape)
+
+
+def _aligned(name: str, x: Tensor, vectors: list[Tensor], unit: int | None = None) -> tuple[Tensor, list[Tensor]]:
+    """Return the input of a norm, and its gain and bias, with columns in the layout of the gain. With `unit`, return
+    the input in whole units, and the gain replicated."""
     gain = vectors[0]
-    if x.shape[1] != gain.shape[1]:
+    if unit is not None:
+        check_unit(name, x, unit)
+        if gain.shape[1] != unit:
+            raise LayoutError(f"{name}: units have {unit} columns, the gain {gain.shape[1]}")
+    elif x.shape[1] != gain.shape[1]:
         raise LayoutError(f"{name}: the input has {x.shape[1]} columns, the layer {gain.shape[1]}")
     taken = ("float32", x.dtype) if x.dtype in LOW_PRECISION else (x.dtype,)
     if gain.dtype not in taken or any((each.dtype, each.library) != (gain.dtype, x.library) for each in vectors):
@@ -369,6 +399,8 @@ def _aligned(name: str, x: Tensor, vectors: list[Tensor]) -> tuple[Tensor, list[
             f"{name}: the input is {x!r}, gain and bias {vectors!r}: they must be of one library and "
             "type, or gain and bias float32 if the input is 16-bit"
         )
+    if unit is not None:
+        return in_units(summed(x), unit), [relayout(gain, Layout())]
     units = x.layout.units[0], gain.layout.units[1]
     x = relayout(x, Layout(x.layout.rows, gain.layout.cols, units=units))
     return x, [gain, *(relayout(each, gain.layout) for each in vectors[1:])]
@@ -388,7 +420,7 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
             out[...], mean, inverse = aten.native_layer_norm(local, size, gain[0], bias[0], eps)
             return mean, inverse
 
-    mean, inverse = local_results(spec.grid, forward, out, local, gain.shard, bias.shard)
+    mean, inverse = local_results(spec.grid, forward, out, local, gain.shard, bias.shard, writes=[out])
     needed = [x.requires_grad, gain.requires_grad, bias.requires_grad]
     of_rows = Layout((), spec.layout.cols, spec.layout.rows, (1, spec.layout.units[1]))
 
@@ -408,7 +440,7 @@ def _layer_norm_of_torch(x: Tensor, gain: Tensor, bias: Tensor, eps: float) -> T
 
     def rule(gradient: Array, *saved_arrays: Array) -> list[Array | Gradient | None]:
         dx = spec.new() if needed[0] else None
-        vectors = local_results(spec.grid, backward, dx, gradient, *saved_arrays)
+        vectors = local_results(spec.grid, backward, dx, gradient, *saved_arrays, writes=[dx])
         return [
             dx,
             *(Gradient(each.reshape(1, -1), of_rows) if wanted else None for each, wanted in zip(vectors, needed[1:])),

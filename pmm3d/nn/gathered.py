@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 from ..arrays import Array, Workspace
 from ..comm import Axis, Collective, Grid, Link, Pending, run_schedule, wait_for_all
@@ -55,17 +55,20 @@ class Weights:
     When a weight is used, the weight that followed it in the previous pass is prefetched. If another pass of this step
     follows (`more`), the end of a backward pass in `unchanged` prefetches the first weight of the next forward pass.
 
+    after      functions that are called at the end of `unchanged`
+
     `budget` is the number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None. It is None
     until the ranks have agreed on it. Without a budget, a dry run keeps all weights, because it has no machine.
     """
 
     def __init__(self, grid: Grid):
         self._grid, self.overlap, self.more = grid, Overlap(), False
+        self._is_apart, self.after = False, list[WeakMethod[Callable[[], None]]]()
         self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
         self._cached: dict[int, tuple[int, int]] = {}
-        """Number -> (bytes, `_pauses` at the last use) of a kept block. An entry remains if the weight is deleted,
+        """Number -> (bytes, `pauses` at the last use) of a kept block. An entry remains if the weight is deleted,
         because ranks collect garbage at different times, and must keep the same weights."""
-        self._numbers, self._pauses = count(), 0
+        self._numbers, self.pauses = count(), 0
         self._last: tuple[Gathered, str] | None = None
         self.budget: int | None = None
         self._context: object = None
@@ -82,7 +85,7 @@ class Weights:
         if self._last is not None:
             before, its_phase = self._last
             before.following[its_phase] = weight, phase
-        self._last, gathered.used = (gathered, phase), self._pauses
+        self._last, gathered.used = (gathered, phase), self.pauses
         self._drop_unusable(gathered, phase)
         block = gathered.block
         if block is None:
@@ -93,7 +96,7 @@ class Weights:
         nbytes = gathered.nbytes if gathered.copy is None else 0
         if gathered.block is not None or gathered.copy is not None or self._fits_cache(nbytes):
             gathered.block = block
-            self._cached[gathered.number] = nbytes, self._pauses
+            self._cached[gathered.number] = nbytes, self.pauses
         if self.overlap.oag:
             self._prefetch(weight, gathered, phase)
         return block
@@ -104,17 +107,26 @@ class Weights:
             self._last = None
         if self._context is not None:
             return
-        for gathered in self._gathered.values():
-            gathered.pending = None
-        self._pauses += 1
-        oldest = self._pauses - IDLE_PAUSES
-        self._cached = {number: entry for number, entry in self._cached.items() if entry[1] >= oldest}
-        for gathered in list(self._gathered.values()):
+        self._drop_prefetched()
+        self.pauses += 1
+        oldest = self.pauses - IDLE_PAUSES
+        if self._cached:
+            self._cached = {number: entry for number, entry in self._cached.items() if entry[1] >= oldest}
+        for gathered in list(self._gathered.values()) if self._gathered else ():
             if gathered.number not in self._cached:
                 gathered.block = gathered.copy = None
             for phase, (weight, _) in list(gathered.following.items()):
                 if self._gathered[weight].used < oldest:
                     del gathered.following[phase]
+
+    def used_since(self, pauses: int) -> list[Gathered]:
+        """Records of the weights that were used since `pauses` had this value."""
+        return [each for each in self._gathered.values() if each.used >= pauses]
+
+    def use_again(self, records: Sequence[Gathered]) -> None:
+        """Note that a replay used these weights, so that an ordinary step after it prefetches them."""
+        for each in records:
+            each.used = self.pauses
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -128,6 +140,39 @@ class Weights:
         finally:
             self._context = None
             self.pause()
+            after, self.after = self.after, []
+            for each in after:
+                if (known := each()) is not None:
+                    known()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Context of a forward pass that uses no gather of the pass before, and starts none for the next pass."""
+        self._drop_prefetched()
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+            self._drop_prefetched()
+
+    def _drop_prefetched(self) -> None:
+        for gathered in self._gathered.values():
+            gathered.pending = None
+
+    def blocks(self, weights: Sequence[Weight]) -> list[Array | None] | None:
+        """Kept blocks of the weights that forward passes gather, or None for each one that the next pass gathers.
+
+        The result is None if these weights were not gathered yet in this `unchanged` context, so that a pass may keep
+        their blocks.
+        """
+        if not self._gathered:
+            return []
+        known = [(weight, self._gathered[weight]) for weight in weights if weight in self._gathered]
+        if any(gathered.context is not self._context for _, gathered in known):
+            return None
+        kept = (self._context is not None and each.version == weight.version for weight, each in known)
+        return [each.block if is_kept else None for is_kept, (_, each) in zip(kept, known)]
 
     def _axis(self, weight: Weight) -> Axis:
         return self._grid.axis(weight.spec.layout.rows[-1])
@@ -151,7 +196,7 @@ class Weights:
         following, next_phase = gathered.following.get(phase, (weight, phase))
         ahead = self._of(following)
         if next_phase == "forward" and (phase != "forward" or ahead.number <= gathered.number):  # in the next pass
-            if self._context is None or (phase != "forward" and not self.more):
+            if self._context is None or self._is_apart or (phase != "forward" and not self.more):
                 return
         elif following is weight:
             return

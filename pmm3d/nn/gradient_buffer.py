@@ -213,7 +213,8 @@ class GradientBuffer:
                 part = incoming.in_layout(self.target)
                 array, beta = self.scattered_array()
                 self.wait()  # because the sum of the previous pass writes to the array
-                call(self.spec.grid.engine, partial(_add, beta), array, part)
+                written = {"updates" if beta else "writes": [array]}
+                call(self.spec.grid.engine, partial(_add, beta), array, part, **written)
         self.is_open = bool(self.sums)
 
     def scattered_array(self) -> tuple[Array, int]:

@@ -114,7 +114,16 @@ class Gradients:
     def forget(self, *buffers: GradientBuffer) -> None:
         """Discard gradients."""
         for buffer in buffers:
-            buffer.forget()
+            if (
+                buffer.layout is not None
+                or buffer.pending is not None
+                or buffer.incoming is not None
+                or buffer.failed
+                or buffer.is_open
+                or buffer.queues
+                or buffer.scales
+            ):
+                buffer.forget()
             self._open.pop(buffer, None)
 
     def abandon(self) -> None:
@@ -130,9 +139,9 @@ def _fill(engine: Engine, part: Gradient | LazyMatrix, out: Array, beta: int) ->
     if isinstance(part, LazyMatrix):
         part.fill(out, beta, EVERYTHING)
     elif beta:
-        call(engine, _added, out, part.array)
+        call(engine, _added, out, part.array, updates=[out])
     else:
-        call(engine, _copied, out, part.array)
+        call(engine, _copied, out, part.array, writes=[out])
 
 
 def _added(out: Array, array: Array) -> None:

@@ -287,15 +287,23 @@ class RMSNorm(Module):
         Added to the mean square. Default: 1e-6.
     cols : str
         Axis that splits the columns of x, as in `Linear`.
+    unit : int or None
+        Normalize each unit of this number of columns, such as each head. `gain` is then (1, unit), replicated. Default:
+        all columns are one unit.
     dtype, library, precision
         As in `Linear`.
+
+    Raises
+    ------
+    LayoutError
+        If `features` is no multiple of `unit`.
 
     Examples
     --------
     >>> from pmm3d import Grid, nn
     >>> with Grid(shape="ddp") as grid:
-    ...     list(nn.RMSNorm(grid, 4).named_parameters())
-    ['gain']
+    ...     list(nn.RMSNorm(grid, 4).named_parameters()), nn.RMSNorm(grid, 4, unit=2).size
+    (['gain'], 2)
     """
 
     replays = True
@@ -307,18 +315,30 @@ class RMSNorm(Module):
         eps: float = 1e-6,
         *,
         cols: str = "y",
+        unit: int | None = None,
         dtype: str = "float32",
         library: Library | None = None,
         precision: Precision | str | None = None,
     ):
         check_grid(type(self).__name__, grid)
-        check_sizes(type(self).__name__, features=features)
+        check_sizes(type(self).__name__, features=features, unit=features if unit is None else unit)
+        if unit is not None and features % unit:
+            raise LayoutError(f"{type(self).__name__}: {features} features are no multiple of the unit, {unit} columns")
         self.grid, self.eps = grid, real(eps, f"{type(self).__name__}: eps is a number of at least 0", 0, Pmm3dError)
+        self.features, self.unit = features, unit
         self.gain = parameter(
-            grid, (1, features), Layout((), cols), value=1.0, dtype=dtype, library=library, precision=precision
+            grid,
+            (1, features if unit is None else unit),
+            Layout((), cols if unit is None else ()),
+            value=1.0,
+            dtype=dtype,
+            library=library,
+            precision=precision,
         )
 
     def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
+        if self.unit is not None:
+            return columns
         if self not in placed and columns is not None and columns.cols:
             if self.gain.shape[1] % unit_of(columns.units[1], columns.cols[0]):
                 columns = Layout((), columns.cols)
@@ -329,8 +349,11 @@ class RMSNorm(Module):
         return self.gain.layout
 
     def forward(self, x: Tensor) -> Tensor:
-        entered(self, x, self.gain.layout)
-        return functional.rms_norm(entering(x, self.gain), self.gain, self.eps)
+        if self.unit is None:
+            entered(self, x, self.gain.layout)
+        elif x.shape[1] != self.features:
+            raise LayoutError(f"RMSNorm: the input has {x.shape[1]} columns, the layer {self.features}")
+        return functional.rms_norm(entering(x, self.gain), self.gain, self.eps, unit=self.unit)
 
 
 class LayerNorm(RMSNorm):

@@ -205,10 +205,11 @@ def _elementwise_loss(
 
     def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
         dx, other = spec.new(), of_target.new() if of_target else None
-        call(spec.grid.engine, backward, gradient, difference, dx, *([other] if of_target else []))
+        made = [dx, other] if of_target else [dx]
+        call(spec.grid.engine, backward, gradient, difference, *made, writes=made)
         return dx, other
 
-    call(spec.grid.engine, forward, local, aligned.shard, difference, value)
+    call(spec.grid.engine, forward, local, aligned.shard, difference, value, writes=[difference, value])
     return _summed(
         (prediction, aligned),
         value,
@@ -334,7 +335,7 @@ def cross_entropy(
             normalizer = xp.where(row_weights > 0, normalizer + labelled.offset, inf)
         value[...] = xp.sum(losses) * (factors[0] if row_weights is None else 1)
         found.update({"cross_entropy.normalizer": normalizer[:, None], **labelled.kept}, row_weights=row_weights)
-        latest[:] = [each for name, each in found.items() if name != "row_weights"]
+        latest[:] = [each for name, each in found.items() if name not in ("row_weights", "cross_entropy.number")]
 
     def divide(value: Array) -> None:
         """Divide the sum of the terms by the number of labels that count. Change `factors` accordingly."""
@@ -347,13 +348,14 @@ def cross_entropy(
             factors[0] = float(share_of_row[0, 0])
         else:
             found["cross_entropy.number"] = share_of_row
+            latest.append(share_of_row)
 
     engine, factors, step = spec.grid.engine, [_weight(logits, spec.shape[:1], reduction)], logits.tape.step
     divides, terms = reduction == "mean" and (ignore_index is not None or class_weights is not None), None
-    call(engine, forward, logits.shard, value)
+    call(engine, forward, logits.shard, value, writes=[value])
     if divides:
         terms = None if step is None else step.terms_of_mean(labels, ignore_index, class_weights)
-        call(engine, divide, value)
+        call(engine, divide, value, updates=[value])
     del found["row_weights"]
     keep = {"cross_entropy.logits": logits, **found}
     if engine.recorder is None:
@@ -374,7 +376,7 @@ def cross_entropy(
 
     def rule(gradient: Array, local: Array, *others: Array) -> tuple[Array]:
         dx, latest[:] = spec.new(), others
-        call(spec.grid.engine, backward, gradient, local, dx)
+        call(spec.grid.engine, backward, gradient, local, dx, writes=[dx])
         return (dx,)
 
     if divides and terms is None:

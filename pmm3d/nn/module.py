@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -112,8 +112,11 @@ class Module:
     def __call__(self, *inputs: Tensor | DistMatrix, **options: Any) -> Any:
         """Result of `forward` for these tensors or matrices. options: further arguments of `forward`."""
         tensors = [as_tensor(x) for x in inputs]
-        made = self.forward(*tensors, **options)
-        look = tensors[0].tape.inspect if tensors else None
+        tape = tensors[0].tape if tensors else None
+        recorder = None if tape is None else tape.parallel.grid.engine.recorder
+        with nullcontext() if recorder is None else recorder.in_layer(self):
+            made = self.forward(*tensors, **options)
+        look = None if tape is None else tape.inspect
         if look is not None:
             for out in made if isinstance(made, tuple) else (made,):
                 look(self, out)
@@ -126,7 +129,10 @@ class Module:
 
     def _facts(self) -> list[Any]:
         """Facts on which the recorded instructions of `forward` depend; see `nn.replay`."""
-        return [value for name, value in vars(self).items() if name not in ("_replays", *type(self).arguments)]
+        facts = vars(self)
+        if type(self).arguments or "_replays" in facts:
+            facts = {name: facts[name] for name in facts if name not in ("_replays", *type(self).arguments)}
+        return [*facts.values()]
 
     def _gradient_buffers(self) -> list[tuple[str, GradientBuffer]]:
         """(name of the parameter, its gradient)."""

@@ -1,24 +1,25 @@
-"""Operations along the rows or columns of tensors, which may be split over ranks."""
+"""Sums, extremes and softmax along the rows or columns of tensors, which may be split over ranks."""
 
 from __future__ import annotations
 
 import operator
-from builtins import sum as sum_of
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
+
+import numpy as np
 
 from ..arrays import Array
 from ..comm import call
 from ..errors import LayoutError
-from ..layout import Layout, offsets
+from ..layout import Layout, without_order
 from ..product import DistMatrix
 from .arithmetic import sums_to
-from .compute import check_type, computing, local_results, sums_along
+from .compute import TensorSpec, check_real, check_type, computing, local_results, sums_along
 from .elementwise import TIMES, Elementwise, map_elementwise
-from .statistics import as_column_or_row, begin_sum, log_sum_exp, share, sum_over
-from .tensor import Tensor, as_tensor, relayout, results_of, summed
+from .parts import check_dim
+from .statistics import as_column_or_row, begin_sum, first_extreme, log_sum_exp, share, sum_over
+from .tensor import Tensor, as_tensor, relayout, summed
 
-__all__ = ["columns", "log_softmax", "mean", "softmax", "split", "sum"]
+__all__ = ["argmax", "log_softmax", "max", "mean", "min", "softmax", "sum"]
 
 Matrix = Tensor | DistMatrix
 
@@ -87,7 +88,7 @@ def mean(x: Matrix, dim: int | None = None) -> Tensor:
 
 def _summed(name: str, x: Tensor, dim: int | None, factor: float) -> Tensor:
     _check(name, x, 0 if dim is None else dim)
-    spec, shape = x.spec, (x.shape[0] if dim == 1 else 1, x.shape[1] if dim == 0 else 1)
+    spec, shape = x.spec, _reduced(x.shape, dim)
     with computing(spec.grid, "statistics", name=name):
         own = sums_to(shape, spec, x.shard)
     result = spec.like(shape, own.layout.summed)
@@ -101,10 +102,158 @@ def _summed(name: str, x: Tensor, dim: int | None, factor: float) -> Tensor:
 
     def rule(gradient: Array) -> tuple[Array]:
         dx = spec.new()
-        call(spec.grid.engine, backward, dx, gradient)
+        call(spec.grid.engine, backward, dx, gradient, writes=[dx])
         return (dx,)
 
     return x.from_op(out, (x,), rule, shape=shape, layout=result.layout, pending=pending[-1] if pending else None)
+
+
+def _reduced(shape: tuple[int, int], dim: int | None) -> tuple[int, int]:
+    return shape[0] if dim == 1 else 1, shape[1] if dim == 0 else 1
+
+
+def max(x: Matrix, dim: int | None = None) -> Tensor:
+    """Largest element of all, or of each column (dim 0: over the rows) or of each row (dim 1: over the columns).
+
+    Parameters
+    ----------
+    x : Tensor or DistMatrix
+        (m, n), in any layout. Partial sums are summed first.
+    dim : int or None
+        0 or 1. Default: all elements.
+
+    Returns
+    -------
+    Tensor
+        (1, n), (m, 1), or (1, 1) for all elements. A dim that remains keeps its layout. Ranks along the axes that split
+        the other dims hold the same result. A NaN among the elements is the result.
+
+    Raises
+    ------
+    LayoutError
+        For another `dim`, and if there are no elements along it.
+    DTypeError
+        For integers and complex numbers.
+
+    Notes
+    -----
+    The gradient belongs to the first of several equal elements; among all elements, to the first one row by row.
+
+    Let r be the number of a rank's rows (dim 1) or columns (dim 0), or 1 for all elements. Along each axis of G ranks
+    that splits a reduced dim, each rank receives (G-1) 16 r bytes: elements and indices. The gradient sends nothing.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+    ...     nn.max(x, 1).gather().tolist(), nn.max(x).item()
+    ([[2.0], [3.0]], 3.0)
+    """
+    return _extreme("max", x, dim)
+
+
+def min(x: Matrix, dim: int | None = None) -> Tensor:
+    """Smallest element of all, or of each column (dim 0: over the rows) or of each row (dim 1: over the columns).
+
+    Parameters
+    ----------
+    x, dim
+        As in `max`, also for result, errors, messages and gradients.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     nn.min(DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j), 0).gather()
+    array([[0., 1., 2.]])
+    """
+    return _extreme("min", x, dim)
+
+
+def argmax(x: Matrix, dim: int | None = None) -> Tensor:
+    """Index of the largest element, the first of several equal ones. It has no gradient.
+
+    Parameters
+    ----------
+    x, dim
+        As in `max`, also for errors and messages.
+
+    Returns
+    -------
+    Tensor
+        int64, of the shape and layout of `max`: rows (dim 0), columns (dim 1), or row * n + column for all elements.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = DistMatrix.from_function(grid, (2, 3), lambda i, j: i + j)
+    ...     nn.argmax(x, 1).gather().tolist(), nn.argmax(x).gather().tolist()
+    ([[2], [2]], [[5]])
+    """
+    x = _ready("argmax", x, dim)
+    _, index = _extremes("argmax", x, dim, "max")
+    library = x.library
+    index = local_results(x.grid, lambda index: library.astype(index, "int64"), index)
+    shape, layout = _reduced(x.shape, dim), _reduced_layout(x.layout, dim)
+    return Tensor(DistMatrix(x.grid, index, shape, layout))
+
+
+AT_INDEX = Elementwise(lambda library, g, index, rows, cols: library.xp.where(index == rows + cols, g, 0))
+
+
+def _extreme(kind: str, x: Matrix, dim: int | None) -> Tensor:
+    x = _ready(kind, x, dim)
+    spec, (r0, _, c0, _) = x.spec, x.box
+    value, index = _extremes(kind, x, dim, kind)
+
+    def rule(gradient: Array, index: Array) -> tuple[Array]:
+        width = spec.shape[1] if dim is None else 1
+        rows = 0.0 if dim == 1 else _counted(spec, r0, 0, width)
+        cols = 0.0 if dim == 0 else _counted(spec, c0, 1)
+        return (map_elementwise(spec, kind + " backward", AT_INDEX, gradient, index, rows, cols),)
+
+    shape, layout = _reduced(x.shape, dim), _reduced_layout(x.layout, dim)
+    return x.from_op(value, (x,), rule, keep={f"{kind}.index": index}, shape=shape, layout=layout)
+
+
+def _ready(name: str, x: Matrix, dim: int | None) -> Tensor:
+    """Check x, sum its partial sums, and store its rows in ascending order if they are compared."""
+    x = as_tensor(x)
+    _check(name, x, 0 if dim is None else dim)
+    check_real(name, x.spec)
+    if any(size == 0 for size, reduces in zip(x.shape, (dim != 1, dim != 0)) if reduces):
+        raise LayoutError(f"{name}: a tensor of {x.shape[0]} x {x.shape[1]} has no elements to compare")
+    x = summed(x)
+    return x if dim == 1 else relayout(x, without_order(x.layout))
+
+
+def _extremes(name: str, x: Tensor, dim: int | None, kind: str) -> tuple[Array, Array]:
+    """Return the extreme elements, and their indices in float64."""
+    spec, box, library = x.spec, x.box, x.library
+    shape = (spec.local_shape[0] if dim == 1 else 1, spec.local_shape[1] if dim == 0 else 1)
+
+    def extremes(local: Array) -> tuple[Array, Array]:
+        with spec.grid.ledger.phase(name):
+            values, index = first_extreme(spec, box, local, dim, kind, name)
+        return library.astype(values, spec.dtype).reshape(shape), index.reshape(shape)
+
+    found: tuple[Array, Array] = local_results(spec.grid, extremes, x.shard)
+    return found
+
+
+def _reduced_layout(layout: Layout, dim: int | None) -> Layout:
+    rows, cols = layout.rows if dim == 1 else (), layout.cols if dim == 0 else ()
+    return Layout(rows, cols, (), (layout.units[0] if dim == 1 else 1, layout.units[1] if dim == 0 else 1))
+
+
+def _counted(spec: TensorSpec, start: int, dim: int, width: int = 1) -> Array:
+    """Index of each of this rank's rows (dim 0) as a column, or columns (1) as a row, times `width`; float64."""
+    size = spec.local_shape[dim]
+    shape = (1, size) if dim else (size, 1)
+    values = lambda: (np.arange(start, start + size, dtype=float) * width).reshape(shape)
+    return spec.library.made(shape, "float64", values)
 
 
 def softmax(x: Matrix, dim: int = 1) -> Tensor:
@@ -196,137 +345,6 @@ def _normalized(
     return x.from_op(out, (x,), rule, keep={f"{name}.output": out})
 
 
-def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
-    """Columns `start` to `stop` of each unit of columns, such as of each head.
-
-    Parameters
-    ----------
-    x : Tensor or DistMatrix
-        (m, n). n is a multiple of the unit.
-    start, stop : int
-        In a unit, the first column, and the column after the last one.
-    unit : int or None
-        Number of columns of a unit. Default: n. The result is then x[:, start:stop].
-
-    Returns
-    -------
-    Tensor
-        (m, n / unit * (stop - start)), in the layout of x, with smaller units of columns.
-
-    Raises
-    ------
-    LayoutError
-        If n is no multiple of the unit, or if columns are outside the unit.
-
-    Notes
-    -----
-    If ranks hold whole units (see `Layout.units`), nothing is sent. Otherwise x is relaid out first. A single unit is
-    gathered over the columns.
-
-    Examples
-    --------
-    >>> from pmm3d import DistMatrix, Grid, nn
-    >>> with Grid(shape="ddp") as grid:
-    ...     nn.columns(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), 1, 3, unit=3).gather()
-    array([[1., 2., 4., 5.]])
-    """
-    x = as_tensor(x)
-    unit = x.shape[1] if unit is None else unit
-    check_unit("columns", x, unit)
-    if not 0 <= start <= stop <= unit:
-        raise LayoutError(f"columns: {start} to {stop} are outside of a unit of {unit} columns")
-    return _cut("columns", x, unit, [(start, stop)])[0]
-
-
-def split(x: Matrix, sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of each unit of columns, a tensor for each part.
-
-    Parameters
-    ----------
-    x : Tensor or DistMatrix
-        (m, n). n is a multiple of the sum of the sizes, which is the unit.
-    sizes : sequence of int
-        Number of columns of each part.
-
-    Raises
-    ------
-    LayoutError
-        If the sizes do not fit.
-
-    Notes
-    -----
-    split(x, [size, size, size]) returns queries, keys and values of a projection whose columns are stored head by head.
-    If ranks hold whole heads, nothing is sent.
-
-    Examples
-    --------
-    >>> from pmm3d import DistMatrix, Grid, nn
-    >>> with Grid(shape="ddp") as grid:
-    ...     parts = nn.split(DistMatrix.from_function(grid, (1, 6), lambda i, j: j), [1, 2])
-    ...     [part.gather().tolist() for part in parts]
-    [[[0.0, 3.0]], [[1.0, 2.0, 4.0, 5.0]]]
-    """
-    x, edges = as_tensor(x), offsets(sizes)
-    if not sizes or min(sizes) < 0:
-        raise LayoutError(f"split: sizes are numbers of columns, one for each part; got {list(sizes)}")
-    check_unit("split", x, edges[-1])
-    return _cut("split", x, edges[-1], list(pairwise(edges)))
-
-
-def check_unit(name: str, x: Tensor, unit: int) -> None:
-    cols = x.shape[1]
-    if (unit < 1 and cols) or (unit and cols % unit):
-        raise LayoutError(f"{name}: {cols} columns are no whole number of units of {unit}")
-
-
-def _cut(name: str, x: Tensor, unit: int, ranges: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The columns (start, stop) of each unit, a tensor for each range."""
-    unit = max(1, unit)
-    x = in_units(x, unit)
-    spec, (rows, cols), (row_unit, held) = x.spec, x.shape, x.layout.units
-    count = held // unit if isinstance(held, int) else 1
-    here = spec.local_shape[0], spec.local_shape[1] // unit
-    made = list[DistMatrix]()
-    for start, stop in ranges:
-        units = row_unit, max(1, count * (stop - start))
-        layout = Layout(spec.layout.rows, spec.layout.cols, spec.layout.sums, units)
-        part = spec.like((rows, cols // unit * (stop - start)), layout)
-        made.append(part.matrix(part.new()))
-    covered = sum_of(stop - start for start, stop in ranges)
-
-    def forward(local: Array, *parts: Array) -> None:
-        with spec.grid.ledger.passing(name):
-            for (start, stop), part in zip(ranges, parts):
-                part.reshape(*here, stop - start)[...] = local.reshape(*here, unit)[:, :, start:stop]
-
-    def backward(dx: Array, *gradients: Array | None) -> None:
-        with spec.grid.ledger.passing(name + " backward"):
-            if covered < unit or any(gradient is None for gradient in gradients):
-                dx[...] = 0
-            for (start, stop), gradient in zip(ranges, gradients):
-                if gradient is not None:
-                    dx.reshape(*here, unit)[:, :, start:stop] = gradient.reshape(*here, stop - start)
-
-    def rule(*gradients: Array | None) -> tuple[Array]:
-        dx = spec.new()
-        call(spec.grid.engine, backward, dx, *gradients)
-        return (dx,)
-
-    call(spec.grid.engine, forward, x.shard, *(part.local for part in made))
-    return results_of(made, (x,), rule)
-
-
-def in_units(x: Tensor, unit: int) -> Tensor:
-    """Relayout x so that its columns are split in whole units. If there is one unit, they are gathered."""
-    rows, cols, sums, (row_unit, held) = x.layout.rows, x.layout.cols, x.layout.sums, x.layout.units
-    if unit == x.shape[1] and Layout((), cols).on(x.grid.shape).cols:
-        cols, held = (), 1
-    elif not isinstance(held, int) or held % unit:
-        held = unit
-    return relayout(x, Layout(rows, cols, sums, (row_unit, held)))
-
-
 def _check(name: str, x: Tensor, dim: int) -> None:
     check_type(name, x.spec)
-    if dim not in (0, 1):
-        raise LayoutError(f"{name}: dim is 0, over the rows, or 1, over the columns; got {dim!r}")
+    check_dim(name, dim)

@@ -100,7 +100,10 @@ class SGD(Optimizer):
 
     @property
     def state_names(self) -> Sequence[str]:  # type: ignore[override]
-        return MATRIX if any(group["momentum"] for group in self.groups) else ()
+        for group in self.groups:
+            if group["momentum"]:
+                return MATRIX
+        return ()
 
     def check_options(self, options: Options) -> None:
         super().check_options(options)
@@ -108,21 +111,27 @@ class SGD(Optimizer):
             raise Pmm3dError("SGD: nesterov needs a momentum above 0; got 0")
 
     def _update_slices(self, slices: Sequence[Slice]) -> None:
-        if type(self).update is not SGD.update or not fused.sgd(library_of(slices[0][0]), slices):
+        if type(self).update is SGD.update:
+            self._change_slices(slices)
+        else:
             super()._update_slices(slices)
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
-        if fused.sgd(library_of(weight), [(weight, gradient, state, options)]):
+        self._change_slices([(weight, gradient, state, options)])
+
+    def _change_slices(self, slices: Sequence[Slice]) -> None:
+        if fused.sgd(library_of(slices[0][0]), slices):
             return
-        momentum, decay = options["momentum"], options["weight_decay"]
-        if decay:
-            gradient = gradient + decay * weight
-        if momentum:
-            velocity = state[0]
-            velocity *= momentum
-            velocity += gradient
-            gradient = gradient + momentum * velocity if options["nesterov"] else velocity
-        weight -= options["lr"] * gradient
+        for weight, gradient, state, options in slices:
+            momentum, decay = options["momentum"], options["weight_decay"]
+            if decay:
+                gradient = gradient + decay * weight
+            if momentum:
+                velocity = state[0]
+                velocity *= momentum
+                velocity += gradient
+                gradient = gradient + momentum * velocity if options["nesterov"] else velocity
+            weight -= options["lr"] * gradient
 
 
 class Adam(Optimizer):
@@ -184,32 +193,38 @@ class Adam(Optimizer):
         super().__init__(parameters, lr, betas=betas, eps=eps, **options)
 
     def _update_slices(self, slices: Sequence[Slice]) -> None:
-        if type(self).update is not Adam.update or not fused.adam(library_of(slices[0][0]), slices, self.decoupled):
+        if type(self).update is Adam.update:
+            self._change_slices(slices)
+        else:
             super()._update_slices(slices)
 
     def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
-        library = library_of(weight)
-        if fused.adam(library, [(weight, gradient, state, options)], self.decoupled):
+        self._change_slices([(weight, gradient, state, options)])
+
+    def _change_slices(self, slices: Sequence[Slice]) -> None:
+        library = library_of(slices[0][0])
+        if fused.adam(library, slices, self.decoupled):
             return
-        (first, second), lr, decay, step = itemgetter("betas", "lr", "weight_decay", "step")(options)
-        (mean, square), xp = state, library.xp
-        if self.decoupled and decay:
-            weight *= 1 - lr * decay
-        elif decay:
-            gradient = gradient + decay * weight
-        work = (1 - first) * gradient
-        mean *= first
-        mean += work
-        xp.multiply(gradient, 1 - second, out=work)
-        work *= gradient
-        square *= second
-        square += work
-        xp.sqrt(square, out=work)
-        work /= sqrt(1 - second**step)
-        work += options["eps"]
-        change = lr / (1 - first**step) * mean
-        change /= work
-        weight -= change
+        xp, numbers = library.xp, itemgetter("betas", "lr", "weight_decay", "step")
+        for weight, gradient, (mean, square), options in slices:
+            (first, second), lr, decay, step = numbers(options)
+            if self.decoupled and decay:
+                weight *= 1 - lr * decay
+            elif decay:
+                gradient = gradient + decay * weight
+            work = (1 - first) * gradient
+            mean *= first
+            mean += work
+            xp.multiply(gradient, 1 - second, out=work)
+            work *= gradient
+            square *= second
+            square += work
+            xp.sqrt(square, out=work)
+            work /= sqrt(1 - second**step)
+            work += options["eps"]
+            change = lr / (1 - first**step) * mean
+            change /= work
+            weight -= change
 
 
 class AdamW(Adam):

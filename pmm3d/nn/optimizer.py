@@ -12,7 +12,6 @@ from ..action import UPDATE
 from ..arrays import Array, dtype_named, parallel_rows
 from ..comm import Pending
 from ..errors import Pmm3dError, hint
-from ..layout import itemsize
 from ..product import DistMatrix
 from .compute import computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
@@ -372,17 +371,24 @@ class Optimizer:
         batch of its own."""
         batches, before, size = list[Batch](), None, 0
         for group in self.groups:
+            known = dict[tuple[bool, int], Options]()
             for parameter in group["params"]:
-                if parameter.grad_buffer.layout is not None:
+                buffer = parameter.grad_buffer
+                if buffer.layout is None:
+                    continue
+                part = self._parts.get(parameter)
+                if part is None or part.spec is not parameter.spec:
                     part = self._part(parameter)
-                    options = self._options_of(part, group)
-                    alike = id(group), options["weight_decay"], part.library, part.types.master
-                    most = parameter.grad_buffer.largest // itemsize(parameter.grad_buffer.spec.dtype)
-                    if part.is_split or alike != before or size + most > part.slice_size:
-                        batches.append([])
-                        before, size = None if part.is_split else alike, 0
-                    batches[-1].append((part, options))
-                    size += most
+                kind = part.is_vector, self.steps_without_grad.get(parameter, 0)
+                if (options := known.get(kind)) is None:
+                    options = known[kind] = self._options_of(part, group)
+                alike = id(group), options["weight_decay"], part.library, part.types.master
+                most = buffer.largest // part.gradient_bytes
+                if part.is_split or alike != before or size + most > part.slice_size:
+                    batches.append([])
+                    before, size = None if part.is_split else alike, 0
+                batches[-1].append((part, options))
+                size += most
         return batches
 
     def _options(self) -> dict[Parameter, Options]:
@@ -390,7 +396,8 @@ class Optimizer:
         return {each: self._options_of(self._part(each), group) for group in self.groups for each in group["params"]}
 
     def _options_of(self, part: Part, group: Group) -> Options:
-        """Return the options of a parameter of this group in the current step."""
+        """Return the options of a parameter of this group in the current step. They are equal for all vectors of the
+        group with a gradient in equally many steps, and for all other such parameters."""
         return {
             **group,
             "weight_decay": 0.0 if part.is_vector and not group["decay_vectors"] else group["weight_decay"],
@@ -461,7 +468,9 @@ class Optimizer:
         """Terms of `_local_norm_squared` for each parameter with a gradient. On a device, they stay on the device."""
         squares = dict[Parameter, Any]()
         for parameter in self._with_gradient():
-            part = self._part(parameter)
+            part = self._parts.get(parameter)
+            if part is None or part.spec is not parameter.spec:
+                part = self._part(parameter)
             own, counts = part.gradient(), parameter.in_norm and part.is_first
             squares[parameter] = part.library.square_sum(own) if counts else 0.0
         return squares
@@ -562,7 +571,9 @@ class Optimizer:
         """Call `update` on this rank's parts of parameters. Round master weights to the parameters' types."""
         slices, rounded = list[Slice](), list[tuple[Array, Array]]()
         for part, options, gradient, states in changes:
-            low, state = part.stored(), [array.reshape(-1) for array in states]
+            low, state = part.stored(), list[Array]()
+            for array in states:
+                state.append(array.reshape(-1))
             weight = part.parameter._master_in(part.layout).local.reshape(-1) if part.has_master else low
             if not part.library.has_data:
                 changed = [weight, *state, *([gradient] * (factor != 1))]
@@ -572,7 +583,9 @@ class Optimizer:
             elif part.size > part.slice_size:
                 self._apply_in_slices(part, (weight, gradient, state, options), low, factor)
             elif part.size:
-                slices.append((weight, _scaled(part, gradient, factor), state, options))
+                if factor != 1 or part.casts:
+                    gradient = _scaled(part, gradient, factor)
+                slices.append((weight, gradient, state, options))
                 if part.has_master:
                     rounded.append((low, weight))
         try:
@@ -588,19 +601,21 @@ class Optimizer:
 
         def change(chunk: slice) -> None:
             own = _scaled(part, gradient[chunk], factor)
-            self.update(weight[chunk], own, [array[chunk] for array in state], options)
+            self._update_slices([(weight[chunk], own, [array[chunk] for array in state], options)])
             if part.has_master:
                 low[chunk] = weight[chunk]
 
         parallel_rows(part.library, change, (part.size,), part.slice_size)
 
     def _update_slices(self, slices: Sequence[Slice]) -> None:
-        """Call `update` on arrays of several parameters, whose options differ in "step" only."""
+        """Call `update` on arrays of several parameters, whose options differ in "step" only. Several threads may call
+        it at once."""
         for each in slices:
             self.update(*each)
 
     def _states(self, part: Part, options: Options) -> dict[str, Array]:
-        """This rank's parts of the states of a parameter. Initially zero."""
+        """This rank's parts of the states of a parameter, in the order of `state_forms`. Initially zero. The dict must
+        not be changed."""
         parameter = part.parameter
         held, forms = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
         if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
@@ -613,7 +628,7 @@ class Optimizer:
                     with self.grid.ledger.holding("state"):
                         held[name] = parameter.library.empty(shape, dtype)
                     held[name][...], parameter.has_state = 0, True
-        return {name: held[name] for name in forms}
+        return held if [*held] == [*forms] else {name: held[name] for name in forms}
 
     def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
         """Raise Pmm3dError if `state_forms` does not fit the class."""

@@ -11,7 +11,7 @@ from ..arrays import Array
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Pending
 from ..errors import Pmm3dError
-from ..layout import Layout, offsets
+from ..layout import Layout, itemsize, offsets
 from ..layout.layout import layout_of
 from .compute import PER_ELEMENT, array_namespace, stacked
 from .parameter import Parameter
@@ -81,6 +81,7 @@ class Part:
     slice_size  largest number of elements in a call of `update`
     is_first    whether this rank is the first of those that update these elements
     casts       whether the gradient has another type than the weight that is updated
+    gradient_bytes   bytes of an element of the gradient
     """
 
     def __init__(self, parameter: Parameter, is_split: bool):
@@ -93,8 +94,10 @@ class Part:
         self.slice_size = self.library.slice_elements or DEVICE_ELEMENTS
         self.is_first = self.layout.is_first(grid.shape.position(grid.rank))
         self.is_vector, self.has_master = parameter.is_vector, self.types.has_master
-        self.casts = self.types.gradient != self.types.master
+        self.casts, self.gradient_bytes = self.types.gradient != self.types.master, itemsize(buffer.spec.dtype)
         self._counts, self._own, self._within = list[int](), None, None
+        self._equal: Layout | None = None
+        """A layout that was found equal to `layout`."""
         if is_split:
             self._counts, index = buffer.counts("data"), grid.data.index
             self._own = slice(*offsets(self._counts)[index : index + 2])
@@ -104,8 +107,10 @@ class Part:
         """This rank's part of the summed gradient as a flat array, without waiting. Collective if the gradient has
         another layout."""
         buffer = self.parameter.grad_buffer
-        if buffer.layout is not self.layout:
-            return buffer.in_layout(self.layout).reshape(-1)
+        if buffer.layout is not self.layout and buffer.layout is not self._equal:
+            if buffer.layout != self.layout:
+                return buffer.in_layout(self.layout).reshape(-1)
+            self._equal = buffer.layout
         array = buffer.array
         return (array if tuple(array.shape) == self.shape else array[self._within]).reshape(-1)
 

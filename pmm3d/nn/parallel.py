@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from zlib import crc32
 
-from ..comm import Grid
+from ..comm import Axis, Grid, RepeatedSum
 from ..errors import DisagreementError, Pmm3dError
 from .contract import Contribution
 from .gathered import Weights
@@ -31,6 +31,8 @@ class BackwardSync:
     overlap    all ranks may replace it between steps
     deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
     proposal   number that the agreement of a step sums over all ranks (`Replays`);   proposals   the last sum
+    program    number of the program that this step replayed (`Replays`), 0 for none;   programs_differ   whether it
+               differed between the ranks of the grid in the last agreement
     digest     16-bit checksum of the parameters that all backward passes used, and of the scales of their losses
 
     defers_agreement   whether the caller compares `digest` before the gradients are used, and calls `explain` if it
@@ -43,6 +45,8 @@ class BackwardSync:
         self.defers_agreement = False
         self.digest = self.passes = 0
         self.proposal = self.proposals = 0.0
+        self.program, self.programs_differ = 0, False
+        self._sums = dict[tuple[Axis, int], RepeatedSum]()
         self._recent = deque[tuple[Uses, float | None, str]](maxlen=REMEMBERED)
         self._known = set[str]()
 
@@ -138,6 +142,15 @@ class BackwardSync:
     def last_passes(self, number: int) -> list[tuple[Uses, float | None, str]]:
         """Return the last backward passes, as arguments of `note_pass`. At most `REMEMBERED` are known."""
         return [*self._recent][-number:] if number else []
+
+    def summed(self, axis: Axis, numbers: Sequence[float]) -> list[float]:
+        """Sums of these numbers over all ranks of an axis, by an all-reduce on the memory of the last call. Collective.
+        All ranks must pass equally many numbers."""
+        key = axis, len(numbers)
+        sums = self._sums.pop(key, None) or RepeatedSum(*key, "agreement")
+        total = sums(numbers)
+        self._sums[key] = sums  # not after an error, because messages may still arrive in the memory
+        return total
 
     def explain(self) -> None:
         """Raise the DisagreementError of the backward passes since the last comparison, on every rank. Collective."""

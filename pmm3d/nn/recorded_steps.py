@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from types import MethodType
 from typing import Any, NamedTuple
-from weakref import ref
 
 import numpy as np
 
 from ..arrays import Arena, library_of
-from ..comm import Axis, Grid, Program, Recorder
+from ..comm import Argument, Axis, Grid, Instruction, Look, Recorder, Wait
 from ..errors import Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
+from .elementary import abs, exp, log, sqrt
 from .functional import ACTIVATIONS
 from .gradient_buffer import GradientBuffer
 from .loss import cross_entropy, mae, mse
@@ -24,153 +22,179 @@ from .module import Module
 from .operations import log_softmax, softmax
 from .parallel import BackwardSync
 from .parameter import Parameter
+from .replays import Kind, Kinds, copy_of, logger
 from .tape import Tape
 
-logger = logging.getLogger("pmm3d.nn")
 ORDINARY = 2
 """Steps with equal facts before one is recorded. The first step differs: nothing is prefetched, and buffers are new."""
-LARGEST = 4
-"""Largest number of recorded steps of a network. The one that was not used for longest is dropped."""
-MANY = 12
-"""Kinds of steps, after which the log says what differs."""
 NO_AGREEMENT = -1.0
 """Value of `BackwardSync.proposals` until `step_agreement` sets it."""
 TRIES = 8
 """Number of steps after a recording in which a step with equal facts is compared."""
 CHECKED = 50
 """With PMM3D_DEBUG=1, each step whose number is a multiple of this one is compared with ordinary passes."""
-FUNCTIONS = *ACTIVATIONS.values(), softmax, log_softmax
+FUNCTIONS = *ACTIVATIONS.values(), exp, log, sqrt, abs, softmax, log_softmax
 """Functions that are recorded, as layers."""
 LOSSES = mse, mae, cross_entropy
 """Losses that are recorded, also as `functools.partial` with further arguments."""
-VALUES = {int, float, str, bool, tuple, Layout, MethodType}
-"""Types of facts that are compared. Other facts must be the same objects."""
 Batch = tuple[DistMatrix, DistMatrix]
-Passes = Callable[[Sequence[Batch]], list[Any]]
+RunPasses = Callable[[Sequence[Batch]], list[Any]]
 """passes(batches) runs the forward and backward passes, and returns the losses."""
 
 
-class Recorded:
+class Recorded(Kind):
     """The passes of a step with equal facts.
 
-    facts     objects on which the program depends
-    seen      number of ordinary steps
-    program   None: it is not recorded
     checked   whether the program gave the bits of ordinary passes on this rank
-    trusted   whether it did so on all ranks
     repeats   whether it may be recorded once more, if not all ranks recorded in the same step
-    problem   reason why the steps are not replayed, or ""
+    scale     factor of the losses, an argument of the program
+    number    number of the program, equal on all ranks; 0 until it is trusted
     """
 
-    def __init__(self, facts: list[Any]):
-        self.facts, self.seen, self.problem = facts, 0, ""
-        self.checked, self.trusted, self.repeats = False, False, True
-        self.program: Program | None = None
+    def __init__(self, facts: list[Any], scale: Argument):
+        super().__init__(facts)
+        self.scale, self.number, self.checked, self.repeats = scale, 0, False, True
         self._batches, self._losses, self._noted = list[Batch](), list[Any](), list[Any]()
+        self._overflows = False
         self._after = list[State]()
 
-    def record(self, network: Module, batches: Sequence[Batch], passes: Passes, arena: Arena) -> list[Any]:
+    def record(self, network: Module, batches: Sequence[Batch], passes: RunPasses, arena: Arena) -> list[Any]:
         """Run the passes, and record them."""
         grid, parallel = network.grid, BackwardSync.of(network.grid)
-        self._batches = [(_copy(x), _copy(y)) for x, y in batches]
-        recorder, before = Recorder(grid.engine, grid.workspace, arena), parallel.passes
+        copies = self.arguments([each for batch in batches for each in batch])
+        self._batches = [*zip(copies[::2], copies[1::2])]
+        recorder, before = Recorder(grid.engine, grid.workspace, arena, names_of(network)), parallel.passes
+        pauses = parallel.weights.pauses
         try:
             with recorder.recording():
                 self._losses = passes(self._batches)
         except BaseException:
             self.problem = "the step that was recorded ended with an error"
             raise
+        _note_checks(batches, self._batches)
         self._after = _states(network._gradient_buffers())
+        self._overflows = float(self.scale) != 1 or any(
+            each.buffer.precision.compute == "float16" for each in self._after
+        )
         self._noted = parallel.last_passes(parallel.passes - before)
         if len(self._noted) < parallel.passes - before:
             recorder.refuse("a step has too many backward passes")
-        self.problem = recorder.problem
-        if not self.problem:
-            self.program = recorder.program()
+        self.keep(recorder, grid, pauses)
         return self._losses
 
-    def replay(self, batches: Sequence[Batch]) -> list[Any]:
-        """Carry out the program for other batches."""
-        assert self.program is not None
-        for given, own in zip(batches, self._batches):
-            for matrix, copy in zip(given, own):
-                copy.local[...] = matrix.local
-                copy.labels_below = matrix.labels_below
-        parallel = BackwardSync.of(batches[0][0].grid)
+    def replay(self, batches: Sequence[Batch], look: Look | None = None) -> list[Any]:
+        """Carry out the program for other batches. look: see `Program.run`."""
+        grid = batches[0][0].grid
+        parallel = BackwardSync.of(grid)
+        self.fill([each for batch in batches for each in batch])
         parallel.gradients.wait_for_partials()
         try:
-            self.program.run()
-        except BaseException:  # collectives that are under way may still write to the arrays
+            if self._overflows:  # as in ordinary passes, the values are checked later
+                with np.errstate(over="ignore", invalid="ignore"):
+                    self.run(grid, look)
+            else:
+                self.run(grid, look)
+        except BaseException:
             for _, buffer, _, _ in self._after:
                 buffer.fail()
-            self.forget()
-            batches[0][0].grid.attached.pop(Arena, None)  # no other step may use its memory
             raise
-        for _, buffer, layout, scales in self._after:
+        _note_checks(batches, self._batches)
+        scale = float(self.scale)
+        for _, buffer, layout, is_scaled in self._after:
             buffer.layout, buffer.pending, buffer.is_open = layout, None, False
-            buffer.scales |= scales
-        for noted in self._noted:
-            parallel.note_pass(*noted)
+            if is_scaled:
+                buffer.scales.add(scale)
+        for uses, recorded_scale, problem in self._noted:
+            parallel.note_pass(uses, None if recorded_scale is None else scale, problem)
         parallel.passes += len(self._noted)
+        parallel.weights.pause()
         return self._losses
 
     def forget(self, seen: int = 0) -> None:
         """Forget the program. A new one is compared before it is trusted."""
-        self.program, self.trusted, self.checked, self.seen = None, False, False, seen
+        super().forget(seen)
+        self.checked = False
 
-    def compare(self, network: Module, batches: Sequence[Batch], passes: Passes) -> list[Any]:
-        """Run the program, then the passes as usual, and compare their bits. Return the losses of the usual passes."""
+    def compare(self, network: Module, batches: Sequence[Batch], passes: RunPasses) -> list[Any]:
+        """Run the program, then the passes as usual, and compare their bits. Return the losses of the usual passes.
+
+        With debug, the passes are recorded once more, so that the first operation that differs is named."""
         assert self.program is not None
-        parallel, workspace = BackwardSync.of(batches[0][0].grid), batches[0][0].grid.workspace
-        batches = [(_copy(x), _copy(y)) for x, y in batches]  # an array of an earlier step may be in the arena
+        grid = batches[0][0].grid
+        parallel, arena, debug = BackwardSync.of(grid), self.program.arena, grid.debug
+        given, batches = (
+            batches,
+            [(copy_of(x), copy_of(y)) for x, y in batches],
+        )  # an earlier step's may be in the arena
         digest, passed, random = parallel.digest, parallel.passes, network.random_state()
-        own, buffers = _digests(self._after, self.replay(batches)), [(each.name, each.buffer) for each in self._after]
+        replayed, usually = Trace(), Trace()
+        own = _digests(self._after, self.replay(batches, replayed.note if debug else None))
+        buffers = [(each.name, each.buffer) for each in self._after]
         parallel.digest, parallel.passes = digest, passed
         network.set_random_state(random)
         for _, buffer in buffers:
             parallel.gradients.forget(buffer)
-        with workspace.apart(self.program.arena):
+        recorder = Recorder(grid.engine, grid.workspace, arena, names_of(network), usually.note)
+        with recorder.recording() if debug else grid.workspace.apart(arena):
             losses = passes(batches)
+        _note_checks(given, batches)
         usual = _states(buffers)
         if usual != self._after:
             self.problem = "the layouts of gradients differ from step to step"
         elif differing := [name for name, digest in _digests(usual, losses).items() if digest != own[name]]:
-            self.problem = f"a second step gave other bits: {', '.join(differing)}"
+            self.problem = f"a second step gave other bits: {', '.join(differing)}{replayed.difference(usually)}"
         self.checked = not self.problem
         return losses
 
 
-class Replays:
+class Trace:
+    """The operations of a step in their order, with digests of the arrays that they read and wrote."""
+
+    def __init__(self) -> None:
+        self._noted = list[tuple[str, bytes]]()
+
+    def note(self, instruction: Instruction) -> None:
+        """Note an instruction that was carried out."""
+        own, of = blake2b(digest_size=16), instruction.start if isinstance(instruction, Wait) else instruction
+        for each in (*of.reads, *of.writes):
+            own.update(library_of(each).to_numpy(each).tobytes())
+        self._noted.append((str(instruction), own.digest()))
+
+    def difference(self, usual: Trace) -> str:
+        """Name the first operation with other results than in the usual passes, as the end of a sentence; "" if there
+        is none."""
+        for number, ((name, own), (other, others)) in enumerate(zip(self._noted, usual._noted)):
+            if name != other:
+                return f". Operation {number} is {name} in the program, and {other} in the second step"
+            if own != others:
+                return f". The first operation whose arrays differ is operation {number}, {name}"
+        return ""
+
+
+class Replays(Kinds[Recorded]):
     """The recorded steps of a network. `Replays.of(network)`.
 
     The third step with equal facts is recorded; the first step of a network has other facts, because its gradients have
     no memory yet. In the next one the program and the ordinary passes run, and their bits are compared on all ranks.
     From then on only the program runs. `BackwardSync.proposal` is 1 if this rank has recorded, or compared, the step
-    that it just made. The agreement of the step adds these numbers: the sum is the number of ranks if all did.
+    that it just made. The agreement of the step adds these numbers: the sum is the number of ranks if all did. It also
+    compares the numbers of the replayed programs (`BackwardSync.program`).
 
-    replayed   number of replayed steps
-    problem    reason why the last step was not replayed, or ""
+    scale   factor of the losses of the next step, an argument of all programs
     """
 
+    what = "training steps"
+
     def __init__(self, grid: Grid, everyone: Axis):
-        self._grid, self._everyone, self._all, self._tries = grid, everyone, list[Recorded](), 0
+        super().__init__(grid, everyone)
+        self.scale, self._programs, self._tries = Argument(1.0), 0, 0
         self._now: Recorded | None = None
         self._replayed: Recorded | None = None
-        self.replayed = self._steps = self._kinds = 0
-        self.problem = ""
 
-    @classmethod
-    def of(cls, network: Module) -> Replays:
-        known: Replays | None = vars(network).get("_replays")
-        if known is None:
-            vars(network)["_replays"] = known = cls(network.grid, network.parent_grid.everyone)
-        return known
+    def _new(self, facts: list[Any]) -> Recorded:
+        return Recorded(facts, self.scale)
 
-    def __deepcopy__(self, memo: object) -> Replays:
-        """A copy of the network has recorded no steps."""
-        return Replays(self._grid, self._everyone)
-
-    def run(self, facts: list[Any] | str, network: Module, batches: Sequence[Batch], passes: Passes) -> list[Any]:
+    def run(self, facts: list[Any] | str, network: Module, batches: Sequence[Batch], passes: RunPasses) -> list[Any]:
         """Run the passes of a step, ordinarily or replayed, and return the losses. Collective.
 
         facts: its facts, or a reason why the step cannot be replayed
@@ -178,13 +202,12 @@ class Replays:
         parallel = BackwardSync.of(self._grid)
         self._now, self._replayed, recorded = None, None, None
         parallel.proposal, parallel.proposals = 0.0, NO_AGREEMENT
+        parallel.program, parallel.programs_differ = 0, False
         self._steps += 1
         if isinstance(facts, str):
             self._tell(facts)
         else:
             recorded = self._with(facts)
-            if recorded.program is not None and recorded.program.arena is not self._arena():
-                recorded.forget()  # after an error of another step
         again = self._grid.debug and self._steps % CHECKED == 0
         if self._tries or again:
             if self._every(recorded is not None and recorded.program is not None and recorded.trusted == again):
@@ -197,6 +220,7 @@ class Replays:
             return passes(batches)
         if recorded.trusted:
             self.replayed, self.problem, self._replayed = self.replayed + 1, "", recorded
+            parallel.program = recorded.number
             return recorded.replay(batches)
         recorded.seen += 1
         if recorded.seen <= ORDINARY or self._tries or recorded.problem:
@@ -208,7 +232,10 @@ class Replays:
 
     def agreed(self) -> None:
         """Conclude a step, after its agreement. Raises Pmm3dError, on every rank, if a replayed step is wrong."""
-        recorded, self._now, proposals = self._now, None, BackwardSync.of(self._grid).proposals
+        parallel = BackwardSync.of(self._grid)
+        recorded, self._now, proposals = self._now, None, parallel.proposals
+        if parallel.programs_differ:
+            self._part()
         if proposals == NO_AGREEMENT:
             if recorded is not None:
                 recorded.problem, recorded.program = "the agreement of the step is a function of your own", None
@@ -234,70 +261,29 @@ class Replays:
         elif not recorded.checked:
             self._tries = TRIES
         elif not recorded.trusted:
-            recorded.trusted, program = True, recorded.program
-            self._grid.workspace.clear()
-            if program is not None and self._everyone.index == 0:
-                logger.info("training steps are replayed: %d instructions", len(program.instructions))
+            self._programs += 1
+            recorded.number = self._programs
+            self._trust(recorded)
 
-    def _arena(self, make: bool = False) -> Any:
-        """The arena of all recorded steps of the grid, or None. Only programs keep it. make: a new one."""
-        if not make:
-            found = self._grid.attached.get(Arena)
-            return None if found is None else found()
-        arena = Arena(self._grid.workspace)
-        self._grid.attached[Arena] = ref(arena)
-        return arena
-
-    def _every(self, mine: bool) -> bool:
-        """Whether `mine` is true on all ranks. Collective."""
-        with self._grid.ledger.phase("agreement"):
-            total = self._everyone.all_reduce(np.array([float(mine)]), agreed=True).wait()
-        return bool(total[0] == self._everyone.size)
-
-    def _tell(self, problem: str) -> None:
-        """Log why steps are not replayed, once for each reason in turn."""
-        if problem != self.problem and self._everyone.index == 0 and self._grid.dry_run is None:
-            logger.info("training steps are not replayed: %s", problem)
-        self.problem = problem
-
-    def _with(self, facts: list[Any]) -> Recorded:
+    def _part(self) -> None:
+        """Say on every rank which ranks did not replay the program of the others, and forget all programs. Collective
+        over the grid."""
+        own = self._replayed
+        because = f", because {self.problem}" if self.problem else ""
+        mine = f"ran it as usual{because}" if own is None else f"replayed program {own.number}"
+        everyone = self._grid.comm.allgather(mine)
+        common = max(everyone, key=lambda did: (everyone.count(did), did.startswith("replayed")))
+        ranks = self._grid.everyone.ranks
+        apart = [f"rank {rank} {did}" for rank, did in zip(ranks, everyone) if did != common]
+        logger.warning(
+            "step %d was not the same program on all ranks: %s; the others %s. Change attributes of modules, and what "
+            "learns, on all ranks alike. The step is recorded again",
+            self._steps,
+            "; ".join(apart),
+            common,
+        )
         for place, each in enumerate(self._all):
-            if len(each.facts) == len(facts) and all(
-                [a is b or (type(a) in VALUES and type(a) is type(b) and a == b) for a, b in zip(each.facts, facts)]
-            ):
-                if place:
-                    self._all.insert(0, self._all.pop(place))
-                return each
-        if self._all:
-            self._kinds += 1
-            self.problem = f"{_difference(self._all[0].facts, facts)} since an earlier step"
-        if self._kinds == MANY:
-            logger.log(
-                logging.INFO if self._everyone.index == 0 else logging.DEBUG, "training steps differ: %s", self.problem
-            )
-        self._all = [each for each in self._all if not _stale(each.facts, facts)][: LARGEST - 1]
-        self._all.insert(0, Recorded(facts))
-        return self._all[0]
-
-
-def _difference(before: Sequence[Any], now: Sequence[Any]) -> str:
-    """Describe the first fact that differs."""
-    if len(before) != len(now):
-        return "the modules, or the number of micro-batches, changed"
-    pairs = zip(before, now)
-    one, other = next((pair for pair in pairs if not _same(*pair)), (None, None))
-    return f"{one!r:.60} became {other!r:.60}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether a fact is unchanged."""
-    return one is other or (type(one) in VALUES and type(one) is type(other) and bool(one == other))
-
-
-def _stale(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    """Whether an array in the facts was replaced, so that a step with these facts does not come again."""
-    arrays = ((a, b) for a, b in zip(before, now) if hasattr(a, "dtype") and hasattr(a, "shape"))
-    return len(before) == len(now) and any(a is not b for a, b in arrays)
+            each.forget(int(place == 0))
 
 
 def replay(network: Module) -> Module:
@@ -331,7 +317,9 @@ def replay(network: Module) -> Module:
 
 
 def facts_of(network: Module, loss: Any, batches: Sequence[Batch], factor: float) -> list[Any] | str:
-    """Return the facts on which a recorded step depends, or the reason why the step cannot be replayed."""
+    """Return the facts on which a recorded step depends, or the reason why the step cannot be replayed.
+
+    factor: of the losses. Whether it is 1 is a fact, because a scaled loss cannot be 16-bit. Its value is none."""
     tape, own = Tape.of(network.grid), vars(network).get("replays", False)
     if network.grid.dry_run is not None:
         return "it is a dry run"
@@ -340,19 +328,44 @@ def facts_of(network: Module, loss: Any, batches: Sequence[Batch], factor: float
         return "the loss is a function of your own; see nn.replay"
     if tape.inspect is not None or not tape.is_plain:
         return "the tape packs or inspects arrays"
-    if not batches[0][0].library.on_host:
-        return "the arrays are on a device"
-    facts = [factor, function, *map(_fixed, given), len(batches), *vars(tape.parallel.overlap).values()]
+    facts = [factor != 1, function, *map(_fixed, given), len(batches), *vars(tape.parallel.overlap).values()]
+    if not (library := batches[0][0].library).on_host:
+        here = library.current_stream()
+        facts.append((here.device, here.key))  # the order of a stream keeps kernels that share memory apart
     for batch in batches:
-        for matrix in batch:
-            facts += matrix.grid, matrix.shape, matrix.layout, matrix.dtype, matrix.library.kind
-    waiting, seen = list[Any]([network]), set[Module]()
+        facts += of_matrices(batch)
+    walked = _of_network(network, own, gradients=True)
+    return walked if isinstance(walked, str) else facts + walked
+
+
+def facts_of_pass(network: Module) -> list[Any] | str:
+    """Return the facts of a network on which a recorded forward pass depends, or the reason why the pass cannot be
+    replayed. Inputs, and kept blocks of weights (`Weights.blocks`), are further facts."""
+    tape, own = Tape.of(network.grid), vars(network).get("replays", False)
+    if network.grid.dry_run is not None:
+        return "it is a dry run"
+    if tape.inspect is not None or tape.recording:
+        return "operations are recorded for a backward pass, or layers are inspected"
+    walked = _of_network(network, own, gradients=False)
+    return walked if isinstance(walked, str) else [*vars(tape.parallel.overlap).values(), *walked]
+
+
+def of_matrices(matrices: Sequence[DistMatrix]) -> list[Any]:
+    """Facts of the arguments of a program."""
+    return [fact for each in matrices for fact in (each.grid, each.shape, each.layout, each.dtype, each.library.kind)]
+
+
+def _of_network(network: Module, own: bool, gradients: bool) -> list[Any] | str:
+    """Facts of the parameters and attributes, or the reason why a module is not recorded. own: whether functions of
+    the user are recorded; gradients: whether the memory of gradients is a fact."""
+    facts, waiting, seen = list[Any](), list[Any]([network]), set[Module]()
     for part in waiting:
         if isinstance(part, Parameter):
             value, buffer = part._value, part.grad_buffer
-            memory, learns = value._memory, part.node is not None
-            facts += value, memory, getattr(memory, "data_ptr", int)(), learns  # torch's .data may be replaced
-            facts += buffer, buffer.array, buffer.split_over, buffer.scattered
+            memory = value._memory
+            facts += part, value, memory, getattr(memory, "data_ptr", int)()  # torch's .data may be replaced
+            if gradients:
+                facts += part.node is not None, buffer, buffer.array, buffer.split_over, buffer.scattered
         elif isinstance(part, Module):
             kind = type(part)
             if not vars(kind).get("replays") and not vars(part).get("replays"):
@@ -378,33 +391,42 @@ def _fixed(value: Any) -> Any:
     return tuple(map(_fixed, value)) if isinstance(value, (list, tuple)) or hasattr(value, "__array__") else value
 
 
-def _copy(matrix: DistMatrix) -> DistMatrix:
-    copy = DistMatrix(matrix.grid, matrix.library.copy(matrix.local), matrix.shape, matrix.layout)
-    copy.labels_below = matrix.labels_below
-    return copy
+def names_of(network: Module) -> dict[Module, str]:
+    """Names of the layers, for the instructions of a program."""
+    return {module: name for name, module in network.named_modules() if name}
+
+
+def _note_checks(batches: Sequence[Batch], copies: Sequence[Batch]) -> None:
+    """Note that labels were checked, so that they are checked once on a device."""
+    for given, own in zip(batches, copies):
+        for matrix, copy in zip(given, own):
+            matrix.labels_below = copy.labels_below
 
 
 class State(NamedTuple):
-    """A gradient after the passes of a step: name of its parameter, buffer, layout, and scales of the losses."""
+    """A gradient after the passes of a step: name of its parameter, buffer, layout, and whether it has contributions of
+    losses with a known scale."""
 
     name: str
     buffer: GradientBuffer
     layout: Layout | None
-    scales: frozenset[float]
+    is_scaled: bool
 
 
 def _states(named: Sequence[tuple[str, GradientBuffer]]) -> list[State]:
     """Wait for the sums of gradients."""
     for _, buffer in named:
         buffer.wait()
-    return [State(name, buffer, buffer.layout, frozenset(buffer.scales)) for name, buffer in named]
+    return [State(name, buffer, buffer.layout, bool(buffer.scales)) for name, buffer in named]
 
 
 def _digests(states: Sequence[State], losses: Sequence[Any]) -> dict[str, bytes]:
     """Name -> digest of the bits of each gradient and loss."""
     arrays = {f"the loss of micro-batch {number}": loss.shard for number, loss in enumerate(losses)}
     arrays |= {f"the gradient of {each.name}": each.buffer.local for each in states if each.layout is not None}
-    return {
-        name: blake2b(library_of(each).to_numpy(each).tobytes(), digest_size=16).digest()
-        for name, each in arrays.items()
-    }
+    return {name: digest_of(each) for name, each in arrays.items()}
+
+
+def digest_of(array: Any) -> bytes:
+    """Digest of the bits of an array."""
+    return blake2b(library_of(array).to_numpy(array).tobytes(), digest_size=16).digest()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import nan
 
 import numpy as np
 
 from ..errors import Pmm3dError
-from .compute import TensorSpec, array_namespace
+from .compute import TensorSpec
 from .labels import Matrix, labels_of
 from .loss import aligned_target
-from .statistics import combine_over, merged, sum_over
+from .statistics import combine_over, first_extreme, merged, sum_over
 from .tensor import Tensor, summed
 
 
@@ -57,25 +56,10 @@ def right_rows(logits: Tensor, labels: Matrix) -> int:
 
 def _first_largest(logits: Tensor) -> np.ndarray:
     """Column of the first largest logit, among the columns of all ranks, for each of this rank's rows."""
-    local, library, (rows, cols) = logits.shard, logits.library, logits.spec.local_shape
-    own = library.empty((2, rows), "float64") if not library.has_data else np.empty((2, rows))
-    if not library.has_data:
-        library.passed("accuracy", local, local)
-    else:
-        own[0], own[1] = -np.inf, logits.shape[1]
-        if cols:
-            xp = array_namespace(local)
-            own[0] = library.to_numpy(library.astype(xp.max(local, axis=1), "float64"))
-            own[1] = library.to_numpy(xp.argmax(local, axis=1)) + logits.box.c0
-
-    def first(gathered: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        if not library.has_data:
-            return gathered[0]
-        rank = gathered[:, 0].argmax(axis=0)
-        return np.take_along_axis(gathered, rank[None, None, :], axis=0)[0]
-
     with logits.grid.ledger.phase("loss"):
-        return combine_over(logits.spec, own, 1, first)[1]
+        found = first_extreme(logits.spec, logits.box, logits.shard, 1, "max", "accuracy")
+    columns: np.ndarray = logits.library.to_numpy(found[1])
+    return columns
 
 
 def r2(prediction: Tensor, target: Matrix) -> float:

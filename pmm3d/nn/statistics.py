@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import nan, prod
+from math import inf, nan, prod
 from types import ModuleType
 
 import numpy as np
 
 from ..arrays import Array
 from ..comm import Grid, Pending
+from ..layout import Box
 from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing, stacked, sums_along
 from .elementwise import Elementwise, map_elementwise
 
@@ -70,6 +71,39 @@ def log_sum_exp(spec: TensorSpec, local: Array, dim: int, name: str, more: Array
     with spec.grid.ledger.passing(name):
         own = combine_over(spec, own, dim, combine)
     return own[0], xp.log(own[1]), own[-1]
+
+
+def first_extreme(spec: TensorSpec, box: Box, local: Array, dim: int | None, kind: str, name: str) -> Array:
+    """Return the largest ("max") or smallest ("min") element of each row (dim 1), of each column (0), or of all
+    elements (None), and the index of the first one: (2, n), float64. The index of an element among all is row * columns
+    + column. A NaN is larger and smaller than all numbers.
+
+    Along each axis of G ranks that splits a reduced dim, a rank receives (G-1) 2 n numbers.
+    """
+    xp, library, cols = array_namespace(local), spec.library, local.shape[1]
+    along = local.reshape(1, -1) if dim is None else local
+    axis = 1 if dim is None else dim
+    own = library.empty((2, along.shape[1 - axis]), "float64")
+    with computing(spec.grid, "statistics", PER_ELEMENT * prod(spec.local_shape), name):
+        own[0], own[1] = -inf if kind == "max" else inf, inf
+        if along.shape[axis]:
+            index = getattr(xp, f"arg{kind}")(along, axis=axis)
+            own[0] = getattr(xp, kind)(along, axis=axis)
+            if dim is None:
+                own[1] = (index // cols + box.r0) * spec.shape[1] + index % cols + box.c0
+            else:
+                own[1] = index + (box.r0, box.c0)[dim]
+
+    def combine(gathered: Array, counts: Sequence[int]) -> Array:
+        values = gathered[:, 0]
+        extreme = getattr(xp, kind)(values, axis=0)
+        first = xp.min(xp.where((values == extreme) | (values != values), gathered[:, 1], inf), axis=0)
+        return xp.stack([extreme, first])
+
+    with spec.grid.ledger.passing(name):
+        for each in (1, 0) if dim is None else (dim,):
+            own = combine_over(spec, own, each, combine)
+    return own
 
 
 def _finite(largest: Array) -> Array:

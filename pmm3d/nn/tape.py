@@ -163,10 +163,11 @@ class Node:
     """An operation on the tape, or a leaf: a tensor that is not the result of an operation.
 
     `rule` is None for a leaf, and after a backward pass. `leaves` holds strong references to the leaves among the
-    operands, because garbage collection on one rank must not change which gradients are summed.
+    operands, because garbage collection on one rank must not change which gradients are summed. `layer` is the name of
+    the layer in a step that is recorded.
     """
 
-    __slots__ = ("__weakref__", "_fetched", "leaf", "leaves", "number", "parents", "rule", "saved", "specs")
+    __slots__ = ("__weakref__", "_fetched", "layer", "leaf", "leaves", "number", "parents", "rule", "saved", "specs")
 
     def __init__(
         self,
@@ -180,6 +181,8 @@ class Node:
         self.specs, self.parents, self.rule, self.saved = specs, parents, rule, saved
         self.leaf, self.number = None if leaf is None else ref(leaf), next(Tape.of(specs[0].grid).numbers)
         self._fetched: list[Any] | None = None
+        recorder = specs[0].grid.engine.recorder
+        self.layer = "" if recorder is None else recorder.layer
         leaves = [*(edge.leaf for edge in parents if edge is not None), *frozen]
         self.leaves = [(leaf, leaf._written) for leaf in leaves if leaf is not None]
 
@@ -292,6 +295,9 @@ def propagate(starts: Iterable[tuple[Edge, Array]], first: int = 0) -> dict[Edge
     while nodes and nodes[0][1].number >= first:
         node = heappop(nodes)[1]
         gradients = [_waited(coming.pop(Edge(node, index), None)) for index in range(len(node.specs))]
+        recorder = node.specs[0].grid.engine.recorder
+        if recorder is not None:
+            recorder.layer = node.layer
         parents, rule = node.release()
         _fetch_next(parents, nodes, first)
         parts = _one_each(rule(*gradients), parents)

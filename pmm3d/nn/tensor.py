@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from numbers import Real
 from operator import add as plus
-from typing import Any
+from typing import Any, SupportsFloat
 from weakref import ReferenceType, ref
 
 from ..arrays import Array
@@ -26,12 +26,12 @@ from .tape import Edge, Node, Rule, Saved, Tape, backward_from, reachable, state
 Operator = Callable[["Tensor", Any], "Tensor"]
 
 
-def _operators(name: str) -> tuple[Operator, Operator]:
-    """Return the operators x o y and y o x, by a function of `arithmetic`, which imports this module."""
+def _operators(name: str, module: str = "arithmetic") -> tuple[Operator, Operator]:
+    """Return the operators x o y and y o x, by a function of a module that imports this one."""
 
     def operation(a: Any, b: Any) -> Any:
         if all(isinstance(operand, (Tensor, DistMatrix, Real)) for operand in (a, b)):
-            return getattr(import_module(".arithmetic", __package__), name)(a, b)
+            return getattr(import_module(f".{module}", __package__), name)(a, b)
         return NotImplemented
 
     return operation, lambda x, other: operation(other, x)
@@ -199,7 +199,7 @@ class Tensor(Uncompared):
         value = DistMatrix(self.grid, local, shape or self.shape, layout or self.layout)
         return _noted([Tensor(value, pending=pending)], parents, rule, keep)[0]
 
-    def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: float = 1.0) -> None:
+    def backward(self, gradient: Tensor | DistMatrix | None = None, *, scale: SupportsFloat = 1.0) -> None:
         """Add the gradients by all tensors that this tensor was computed from. Collective.
 
         Parameters
@@ -229,8 +229,9 @@ class Tensor(Uncompared):
             raise Pmm3dError("backward: no operand of this tensor needs a gradient, or its tape was used already")
         backward_from([(edge, self._start(gradient, scale))], None if gradient is not None else float(scale))
 
-    def _start(self, gradient: Tensor | DistMatrix | None, scale: float) -> Array:
-        if gradient is not None and scale != 1:
+    def _start(self, gradient: Tensor | DistMatrix | None, scale: SupportsFloat) -> Array:
+        factor = float(scale)
+        if gradient is not None and factor != 1:
             raise Pmm3dError("backward: give the gradient or a scale, not both: multiply the gradient with it")
         if gradient is not None:
             given = gradient.value if isinstance(gradient, Tensor) else gradient
@@ -246,9 +247,9 @@ class Tensor(Uncompared):
                 f"backward starts from a loss, 1 x 1, or needs the gradient of this tensor, which is "
                 f"{self.shape[0]} x {self.shape[1]}: backward(gradient)"
             )
-        if scale != 1 and self.dtype in LOW_PRECISION:
+        if factor != 1 and self.dtype in LOW_PRECISION:
             raise DTypeError(
-                f"backward: a {self.dtype} loss with the scale {scale:g} may overflow: compute the loss "
+                f"backward: a {self.dtype} loss with the scale {factor:g} may overflow: compute the loss "
                 'from nn.cast(x, "float32")'
             )
         one = self.spec.new()
@@ -326,18 +327,34 @@ class Tensor(Uncompared):
     __sub__, __rsub__ = _operators("subtract")
     __mul__, __rmul__ = _operators("multiply")
     __truediv__, __rtruediv__ = _operators("divide")
+    __matmul__, __rmatmul__ = _operators("matmul", "dense")
+    __pow__ = _operators("pow", "elementary")[0]
     __array_ufunc__ = None
 
     def __neg__(self) -> Tensor:
         return self * -1.0
 
+    def __abs__(self) -> Tensor:
+        return import_module(".elementary", __package__).abs(self)
+
+    @property
+    def T(self) -> Tensor:
+        """The transpose; see `nn.matrix_transpose`."""
+        return import_module(".parts", __package__).matrix_transpose(self)
+
     def __getitem__(self, key: Any) -> Tensor:
-        """x[:, start:stop]; see `nn.columns`."""
-        rows, cols = key if isinstance(key, tuple) and len(key) == 2 else (None, None)
-        if rows != slice(None) or not isinstance(cols, slice) or cols.step not in (None, 1):
-            raise LayoutError("an index of a Tensor selects columns of all rows: x[:, start:stop]")
-        start, stop, _ = cols.indices(self.shape[1])
-        return import_module(".operations", __package__).columns(self, start, max(start, stop))
+        """x[start:stop], x[:, start:stop], or both; see `nn.rows` and `nn.columns`."""
+        keys, parts, x = key if isinstance(key, tuple) else (key,), import_module(".parts", __package__), self
+        if not 1 <= len(keys) <= 2 or not all(isinstance(each, slice) and each.step in (None, 1) for each in keys):
+            raise LayoutError(
+                "an index of a Tensor is a slice of rows, of columns, or of both: x[start:stop], x[:, start:stop]. "
+                "Steps are not supported. nn.take(x, indices) selects rows by their indices"
+            )
+        for dim, (part, cut) in enumerate(zip(keys, (parts.rows, parts.columns))):
+            if (part.start, part.stop) != (None, None):
+                start, stop, _ = part.indices(x.shape[dim])
+                x = cut(x, start, max(start, stop))
+        return x
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._value!r}>"

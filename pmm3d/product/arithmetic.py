@@ -38,19 +38,19 @@ class Arithmetic(Reductions, Submatrices):
     """Sums, scalar multiples and elementwise functions of matrices."""
 
     def __add__(self, other: Any) -> Self:
-        return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("add", other)
+        return NotImplemented if knows_matrices(other, "__radd__") else self._sum("add", other)
 
     def __sub__(self, other: Any) -> Self:
-        return NotImplemented if _knows_matrices(other, "__radd__") else self._sum("subtract", other, -1)
+        return NotImplemented if knows_matrices(other, "__radd__") else self._sum("subtract", other, -1)
 
     def __neg__(self) -> Self:
         return self._multiple("negative", -1)
 
     def __mul__(self, factor: Any) -> Self:
-        return NotImplemented if _knows_matrices(factor, "__rmul__") else self._multiple("multiply", factor)
+        return NotImplemented if knows_matrices(factor, "__rmul__") else self._multiple("multiply", factor)
 
     def __truediv__(self, divisor: Any) -> Self:
-        return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor)
+        return NotImplemented if knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor)
 
     __radd__ = __add__
 
@@ -59,16 +59,16 @@ class Arithmetic(Reductions, Submatrices):
     __rmul__ = __mul__
 
     def __iadd__(self, other: Any) -> Self:
-        return NotImplemented if _knows_matrices(other, "__radd__") else self.add(other)
+        return NotImplemented if knows_matrices(other, "__radd__") else self.add(other)
 
     def __isub__(self, other: Any) -> Self:
-        return NotImplemented if _knows_matrices(other, "__rsub__") else self.add(other, -1)
+        return NotImplemented if knows_matrices(other, "__rsub__") else self.add(other, -1)
 
     def __imul__(self, factor: Any) -> Self:
-        return NotImplemented if _knows_matrices(factor, "__rmul__") else self.scale(factor)
+        return NotImplemented if knows_matrices(factor, "__rmul__") else self.scale(factor)
 
     def __itruediv__(self, divisor: Any) -> Self:
-        return NotImplemented if _knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor, True)
+        return NotImplemented if knows_matrices(divisor, "__rmul__") else self._multiple("divide", divisor, True)
 
     def add(self, b: Self, alpha: complex = 1) -> Self:
         """A += alpha B, in place, in one pass.
@@ -271,7 +271,7 @@ class Arithmetic(Reductions, Submatrices):
         return out
 
 
-def _knows_matrices(other: Any, method: str) -> bool:
+def knows_matrices(other: Any, method: str) -> bool:
     """Whether an object, such as a tensor of a network, implements its own arithmetic with matrices."""
     ours = isinstance(other, (StoredMatrix, Number)) or array_signature(other)[1] != ""
     return hasattr(type(other), method) and not ours

@@ -9,7 +9,7 @@ from ..arrays import check_matrix_dtype, copy_into, dtype_named
 from ..comm import Grid, one_thread
 from ..errors import DTypeError
 from ..layout import Layout
-from .arithmetic import Arithmetic
+from .arithmetic import Arithmetic, knows_matrices
 from .array_io import ArrayIO
 from .checks import check_target, compared_dtype, signature_of
 from .constructors import Constructors
@@ -168,7 +168,7 @@ class DistMatrix(Constructors, ArrayIO, Conversion, Arithmetic):
 
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         """C = A B; see `pmm3d.matmul`."""
-        return multiplied(self, other)
+        return NotImplemented if knows_matrices(other, "__rmatmul__") else multiplied(self, other)
 
     def __rmatmul__(self, other: Any) -> DistMatrix:
         """array @ matrix. Raises the error of `matmul` for an operand that is not a matrix."""

@@ -16,6 +16,7 @@ from ..comm import (
     all_gather_work,
     all_reduce_work,
     assign,
+    call,
     following,
     one_thread,
     reduce_scatter_work,
@@ -120,9 +121,34 @@ def relayout(
     steps = transitions(source, target, grid.shape, shape)
     if not any(step.kind == "move" for step in steps):
         return Relayout(grid, local, shape, source, target, out).begin(after)
+    if grid.engine.recorder is not None:
+        return _recorded_move(grid, local, shape, source, target, after, out)
     with grid.collective_call("relayout", shape, str(source), str(target), library.dtype(local), library.kind):
         prepared = Relayout(grid, local, shape, source, target, out)
     return prepared.begin(after)
+
+
+def _recorded_move(
+    grid: Grid,
+    local: Array,
+    shape: tuple[int, int],
+    source: Layout,
+    target: Layout,
+    after: Sequence[Awaited],
+    out: Array | None,
+) -> Relayout:
+    """Carry out a relayout with a move as one instruction of a recorded step."""
+    for awaited in after:
+        awaited.wait()
+    if out is None:
+        library, box = library_of(local), target.box(shape, grid.shape, grid.coords)
+        out = grid.workspace.array(box.shape, library.dtype(local), library)
+
+    def move(local: Array, out: Array) -> None:
+        relayout(grid, local, shape, source, target, out=out).wait()
+
+    call(grid.engine, move, local, out)
+    return Relayout(grid, out, shape, target, target)
 
 
 class Relayout:

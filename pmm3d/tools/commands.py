@@ -88,7 +88,7 @@ def train_command(
     ] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the run (ui.perfetto.dev).")] = None,
 ) -> None:
-    """Train a network on data in HDF5, from a configuration file.
+    """Train a network on data in files, or on a data set of your own, from a configuration file.
 
     The command writes metrics.jsonl, run.json and checkpoints/ into training.folder. The folder is locked
     until the job ends. `pmm3d report` makes a page of the run. Batches and initial weights do not depend on the
@@ -121,10 +121,10 @@ def train_command(
         def first() -> configuration.Config:
             check_writable(trace)
             found = configuration.load(config, open_pipe=show)
-            if accept and resume == "never" and not (found.training.weights or found.data.validation_file):
+            if accept and resume == "never" and not (found.training.weights or found.data.validation_source):
                 raise Pmm3dError(
-                    "--accept has no effect without --resume, training.weights or data.validation_file: "
-                    "leave it out, or add --resume auto"
+                    "--accept has no effect without --resume, training.weights, data.validation_file or "
+                    "data.validation_build: leave it out, or add --resume auto"
                 )
             return found
 
@@ -194,7 +194,8 @@ def export_command(
     configuration of the run. The file has a temporary name until it is complete.
 
     If TARGET does not end in .safetensors, it is a folder for AutoModelForCausalLM.from_pretrained. It contains
-    model.safetensors, config.json, and the tokenizer of the run for AutoTokenizer.from_pretrained.
+    model.safetensors, config.json, and the tokenizer of the run for AutoTokenizer.from_pretrained. A network.kind llama
+    is written as a Llama; with window as a Mistral, with qkv_bias as a Qwen 2, and with qk_norm as a Qwen 3.
 
     [bold]Examples[/]
 

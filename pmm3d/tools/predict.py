@@ -171,7 +171,8 @@ def generate_command(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            help="A file of pmm3d convert text with the tokenizer of the run. Default: the data file of the run."
+            help="The tokenizer of the run: a file of pmm3d convert text, or a tokenizer.json. Default: the data file "
+            "of the run, if it is HDF5."
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the generated text to this file.")] = None,

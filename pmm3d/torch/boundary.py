@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..arrays import library_of
 from ..comm import Grid
 from ..errors import LayoutError
-from ..layout import Layout, RaggedRows
+from ..layout import Layout
 from ..layout.layout import layout_of
 from ..nn.compute import stacked
 from ..nn.statistics import sum_over
-from ..product.relayout import relayout
 from .grid_parameter import ROWS, digest
 from .operation import BackwardPasses
 
@@ -222,11 +222,8 @@ def gather_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> 
     """
     if grid.axis(split.cols[0]).size == 1:
         return x
-    return _linear(
-        x,
-        _moved(grid, columns, split, ALL_COLUMNS, x.detach()),
-        lambda gradient: _moved(grid, columns, ALL_COLUMNS, split, gradient),
-    )
+    over_ranks = SplitColumns.of(grid, columns, split)
+    return _linear(x, over_ranks.gather(x.detach()), over_ranks.own)
 
 
 def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> torch.Tensor:
@@ -235,21 +232,45 @@ def own_columns(grid: Grid, x: torch.Tensor, columns: int, split: Layout) -> tor
     If this rank's part is empty, x may have no columns, and is returned unchanged. Such a rank still takes part in the
     backward collective, because the first rank, whose part is all columns, cannot detect this case.
     """
-    own, width = x.detach(), x.shape[-1]
+    own, width, over_ranks = x.detach(), x.shape[-1], SplitColumns.of(grid, columns, split)
     return _linear(
         x,
-        _moved(grid, columns, ALL_COLUMNS, split, own) if width == columns else own.clone(),
-        lambda gradient: _moved(grid, columns, split, ALL_COLUMNS, gradient)[..., :width],
+        over_ranks.own(own) if width == columns else own.clone(),
+        lambda gradient: over_ranks.gather(gradient)[..., :width],
     )
 
 
-def _moved(grid: Grid, columns: int, source: Layout, target: Layout, x: torch.Tensor) -> torch.Tensor:
-    flat = x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
-    with grid.ledger.phase("relayout"):
-        rows: Any = RaggedRows(flat.shape[0])
-        moved = relayout(grid, flat, (rows, columns), source, target).wait()
-    moved = moved.clone(memory_format=torch.contiguous_format) if moved.data_ptr() == x.data_ptr() else moved
-    return moved.contiguous().view(*x.shape[:-1], moved.shape[1]).detach()
+class SplitColumns:
+    """Columns that an axis splits: their all-gather, and the inverse. The collective is decided once, and gets the
+    arrays of each call."""
+
+    def __init__(self, grid: Grid, columns: int, split: Layout):
+        assert grid.coords is not None
+        self._grid, self._axis = grid, grid.axis(split.cols[0])
+        places = [grid.coords._replace(**{self._axis.name: index}) for index in range(self._axis.size)]
+        boxes = [split.box((1, columns), grid.shape, place) for place in places]
+        self._counts, (_, _, *own) = [box.shape[1] for box in boxes], boxes[self._axis.index]
+        self._own, self._columns = slice(*own), columns
+
+    @classmethod
+    def of(cls, grid: Grid, columns: int, split: Layout) -> SplitColumns:
+        known: dict[tuple[int, Layout], SplitColumns] = grid.attached.setdefault(cls, {})
+        if (found := known.get((columns, split))) is None:
+            found = known[columns, split] = cls(grid, columns, split)
+        return found
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All columns, as a new tensor. Collective along the axis."""
+        flat, grid = x.contiguous().view(x.shape[:-1].numel(), x.shape[-1]), self._grid
+        library = library_of(flat)
+        out = grid.workspace.array((flat.shape[0], self._columns), library.dtype(flat), library)
+        with grid.ledger.phase("relayout"):
+            self._axis._all_gather_into(flat, out, self._counts, dim=1).wait()
+        return out.view(*x.shape[:-1], self._columns)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's columns, as a new tensor. Sends nothing."""
+        return x[..., self._own].clone(memory_format=torch.contiguous_format)
 
 
 def _all_rows(grid: Grid, x: torch.Tensor) -> tuple[torch.Tensor, int]:

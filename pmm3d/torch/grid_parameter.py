@@ -14,10 +14,11 @@ from torch.autograd.graph import get_gradient_edge
 from ..arrays.numpy_library import dtype_name
 from ..arrays.torch_rounding import ON_DEVICE, TF32
 from ..comm import Grid
-from ..errors import Pmm3dError
+from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import layout_of
 from ..nn.contract import Gradient
+from ..nn.linear_program import LinearProgram
 from ..nn.parallel import BackwardSync
 from ..nn.parameter import Parameter
 from ..nn.precision import Precision
@@ -42,6 +43,7 @@ class GridParameter:
 
     weight      parameter of `pmm3d.nn` over the same memory, by which shards are gathered and gradients summed
     partners    number of ranks whose losses are averaged: `.grad` is the gradient of the sum of losses / partners
+    programs    facts of a call of a layer -> its program, of the layer whose first parameter this is
     has_hooks   whether gradients that come without an operation on the grid are received
     has_more    whether such a gradient came in an earlier backward pass
     """
@@ -59,11 +61,19 @@ class GridParameter:
     ):
         shape = (1, tensor.numel()) if shape is None else shape
         self.tensor, self._given, self.partners = ref(tensor), None, partners
+        self.programs = dict[tuple[object, ...], LinearProgram]()
         self.has_hooks: bool = getattr(tensor, MARK).has_hooks if hasattr(tensor, MARK) else False
-        local = tensor.detach().reshape(layout.box(shape, grid.shape, grid.coords).shape)
+        own = layout.box(shape, grid.shape, grid.coords).shape
+        if tensor.dim() == 2 and shape != (1, tensor.numel()) and tensor.shape != own:
+            raise LayoutError(
+                f"{name} has the shape {tuple(tensor.shape)}; this rank's part of it is {own}: assign a tensor of that "
+                "shape"
+            )
+        local = tensor.detach().reshape(own)
         value = DistMatrix(grid, local, shape, layout)
         self.weight = Parameter(value, precision_of(tensor))
         self.weight.name = name
+        self._memory = _memory_of(tensor)
         setattr(tensor, MARK, self)
 
     @classmethod
@@ -74,16 +84,15 @@ class GridParameter:
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Whether both parameters still share memory. `module.to(...)` may allocate new memory for the torch one."""
-        local = self.weight.local
-        return local.data_ptr() == tensor.data_ptr() and local.dtype == tensor.dtype
+        return self._memory == _memory_of(tensor)
 
-    def is_reached(self) -> bool:
-        """Whether the backward pass in progress adds to `.grad` of this parameter. Raises Pmm3dError if
-        torch.autograd.grad requests its gradient."""
+    def is_reached(self, node: Any = None) -> bool:
+        """Whether the backward pass in progress adds to `.grad` of this parameter. node: the parameter's node in
+        torch's graph, if it is known. Raises Pmm3dError if torch.autograd.grad requests its gradient."""
         tensor = self.tensor()
         if tensor is None or not tensor.requires_grad:
             return False
-        in_pass = reached(get_gradient_edge(tensor).node)
+        in_pass = reached(get_gradient_edge(tensor).node if node is None else node)
         if in_pass is None:
             raise Pmm3dError(
                 f"{self.weight.name}: torch.autograd.grad would bring this rank's part of its gradient. "
@@ -148,6 +157,11 @@ class GridParameter:
             tensor.grad = None
 
 
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Facts that are equal if two tensors are the same view of memory. A transposed tensor differs in its strides."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def reached(node: Any) -> bool | None:
     """Whether the backward pass in progress executes a node of torch's graph. None for a leaf whose gradient
     torch.autograd.grad returns."""
@@ -159,8 +173,8 @@ def reached(node: Any) -> bool | None:
 
 def precision_of(tensor: torch.Tensor) -> Precision:
     """Precision of a parameter. Its gradient has its own type, as torch requires. GEMMs use TF32 if torch's do now."""
-    rounds = ON_DEVICE.of_user(torch.backends.cuda.matmul) == TF32
-    return _precision(dtype_name(tensor.dtype), rounds and tensor.is_cuda and tensor.dtype == torch.float32)
+    may_round = tensor.is_cuda and tensor.dtype == torch.float32
+    return _precision(dtype_name(tensor.dtype), may_round and ON_DEVICE.of_user(torch.backends.cuda.matmul) == TF32)
 
 
 @cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -15,15 +17,18 @@ from ..layout.layout import layout_of
 from ..nn.compute import TensorSpec
 from ..nn.dense import OTHER, linear, weight_layout
 from ..nn.functional import fill_mask, layer_norm
+from ..nn.linear_program import LinearProgram
 from ..nn.seeds import Seeds, check_grid, derived
 from ..nn.tensor import Tensor
 from ..product import DistMatrix
 from .boundary import gather_columns, own_columns
-from .grid_parameter import ROWS, GridParameter, precision_of
-from .operation import BackwardPasses, run
+from .grid_parameter import ROWS, GridParameter, digest, precision_of
+from .operation import BackwardPasses, OnTape, Operation, run
 
 COLUMN_AXES = {"column": "y", "row": "x"}
 """The axis that splits the columns of a Linear3D's input, by its role."""
+PROGRAMS = 16
+"""Largest number of programs of a layer. The oldest one is dropped."""
 EXTRA = "_extra_state"
 """Key under which torch stores the result of `get_extra_state` in a state dict."""
 
@@ -89,12 +94,21 @@ class ShardedModule(OnGrid):
         return layout.box(shape, self.grid.shape, self.grid.coords)
 
     def _held(self, name: str) -> GridParameter:
-        """Return the GridParameter over the present memory of a parameter, with its present precision."""
+        """Return the GridParameter over the present memory of a parameter, with its present precision.
+
+        Raises LayoutError if the parameter also belongs to a module that splits it in another way."""
         tensor = getattr(self, name)
         parameter = BackwardPasses.of(self.grid).hold(
             tensor, *self.home[name], f"{self.path}.{name}".lstrip("."), self.partners
         )
-        parameter.weight.precision = precision_of(tensor)
+        weight = parameter.weight
+        if (weight.shape, weight.layout) != self.home[name]:
+            raise LayoutError(
+                f"{self}: {name} is also {weight.name}, with the layout {weight.layout} of a {weight.shape[0]} x "
+                f"{weight.shape[1]} matrix; here it is {self.home[name][1]}. Give one role to layers that share a "
+                "weight, or give each its own weight"
+            )
+        weight.precision = precision_of(tensor)
         return parameter
 
     def _gather(self, name: str, root: int | None = None) -> torch.Tensor | None:
@@ -121,15 +135,27 @@ class ShardedModule(OnGrid):
 
     def _run(self, function: Callable[..., Tensor], x: torch.Tensor) -> torch.Tensor:
         """Run function(x, *parameters), an operation of `pmm3d.nn`. x has this rank's columns, or all columns."""
-        held = [self._held(name) for name in self.home]
+        passes, held = BackwardPasses.of(self.grid), [self._held(name) for name in self.home]
         self._check_type(x)
-        return run(
+        x, records = self._own_part(x), torch.is_grad_enabled()
+        passes.begin_forward()
+        if self.grid.debug:
+            passes.compare("a layer's input", [digest([x])], trains=records, cols=self.input.cols)
+        for each in held:
+            each.follow()
+        return run(passes, self._operation(function, held, x, records), held, x)
+
+    def _operation(
+        self, function: Callable[..., Tensor], held: Sequence[GridParameter], x: torch.Tensor, records: bool
+    ) -> Operation:
+        """The operation of a call, whose gradients are computed if `records`."""
+        return OnTape(
             self.grid,
             lambda operand: function(operand, *[each.weight for each in held]),
             self.input,
             self.columns,
-            held,
-            self._own_part(x),
+            records,
+            records and x.requires_grad,
         )
 
     def _check_type(self, x: torch.Tensor) -> None:
@@ -148,7 +174,7 @@ class ShardedModule(OnGrid):
 
     def _own_part(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's columns of the input, which has these or all columns. Raises LayoutError for other widths."""
-        own, width = self._own_width(), x.shape[-1] if x.dim() else -1
+        own, width = self._width, x.shape[-1] if x.dim() else -1
         if width not in (own, self.columns):
             raise LayoutError(
                 f"{self}: an input of shape {tuple(x.shape)}; its columns are this rank's {own}, or all {self.columns}"
@@ -156,6 +182,11 @@ class ShardedModule(OnGrid):
         alone = self.grid.axis(self.input.cols[0]).size == 1
         is_own = alone or (width == own and self._own_width(FIRST) < self.columns)
         return x if is_own else own_columns(self.grid, x, self.columns, self.input)
+
+    @cached_property
+    def _width(self) -> int:
+        """Number of input columns of this rank."""
+        return self._own_width()
 
     def _own_width(self, coords: Coords | None = None) -> int:
         """Number of input columns of this rank, or of the rank at these coordinates."""
@@ -295,6 +326,26 @@ class Linear3D(ShardedModule):
                 library=library_of(local),
             )
             local[...] = made.local * self.in_features**-0.5
+
+    def _operation(
+        self, function: Callable[..., Tensor], held: Sequence[GridParameter], x: torch.Tensor, records: bool
+    ) -> Operation:
+        """The program of the first call with equal facts. A program belongs to the present memory of the weight."""
+        first, *others = held
+        weights, rows, programs = [each.weight for each in held], prod(x.shape[:-1]), first.programs
+        learn, wanted = tuple([each.node is not None for each in weights]), records and x.requires_grad
+        facts = rows, records, wanted, learn, first.weight.precision.tf32, *others
+        program = programs.get(facts)
+        recorder, kinds = self.grid.engine.recorder, {(each.dtype, each.library) for each in weights}
+        if recorder is not None or self.grid.dry_run is not None or len(kinds) > 1:
+            return super()._operation(function, held, x, records)
+        if program is None:
+            if len(programs) == PROGRAMS:
+                del programs[next(iter(programs))]
+            bias, saves = others[0].weight if others else None, records and (wanted or any(learn))
+            program = LinearProgram(self.input, rows, first.weight, bias, wanted, learn[0], saves)
+            programs[facts] = program
+        return program
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self._run(linear, x)

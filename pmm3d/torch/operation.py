@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 from weakref import ref
 from zlib import crc32
 
@@ -19,13 +19,13 @@ from ..errors import DTypeError, Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Contribution
 from ..nn.gradient_buffer import Leaf
-from ..nn.overlapped_gemm import relayout_gradient
+from ..nn.overlapped_gemm import PendingGradient, relayout_gradient
 from ..nn.parallel import BackwardSync
 from ..nn.ragged_rows import ragged
 from ..nn.tape import Tape
 from ..nn.tensor import Tensor
 from ..product.checks import check_replicas
-from .grid_parameter import COLUMNS, MARK, ROWS, SAME_BATCH, GridParameter, digest, reached
+from .grid_parameter import COLUMNS, MARK, ROWS, SAME_BATCH, GridParameter, reached
 
 NO_PASS = -1
 """Number that torch returns for the current backward pass if none is in progress."""
@@ -212,49 +212,74 @@ class BackwardPasses:
 
     def abandon(self) -> None:
         """Close the open pass, if there is one, as failed. Local. The error may be elsewhere in torch's graph."""
-        is_open, taken, self._is_open, self._taken = self._is_open, self._taken, False, Counter()
+        is_open, taken = self._is_open, self._taken
+        if not is_open and not taken:
+            return
+        self._is_open, self._taken = False, Counter()
         if is_open:
             self.parallel.abandon()
         for held in taken:
             held.drop()
 
 
-class Call(NamedTuple):
-    """One use of an operation of `pmm3d.nn`: function(x) of a Tensor, with the parameters in `held`.
+class Operation(Protocol):
+    """An operation of `pmm3d.nn` with the parameters of one call."""
 
-    layout    layout of x
-    columns   number of columns of x over all ranks
-    records   whether torch records the operation for a backward pass
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:
+        """Return the result, and the arrays that `backward` needs, or None if no backward pass follows."""
+
+    def backward(
+        self, reached: bool, gradient: torch.Tensor, *saved: torch.Tensor
+    ) -> tuple[PendingGradient | None, Sequence[Contribution]]:
+        """Return the gradient of the input, if the pass has `reached` it, and the contributions to those of the
+        parameters."""
+
+
+class OnTape:
+    """The operation that function(x) runs on a Tensor.
+
+    layout      layout of x
+    columns     number of columns of x over all ranks
+    records     whether torch records the operation for a backward pass
     """
 
-    passes: BackwardPasses
-    function: Callable[[Tensor], Tensor]
-    layout: Layout
-    columns: int
-    held: Sequence[GridParameter]
-    records: bool
+    def __init__(
+        self,
+        grid: Grid,
+        function: Callable[[Tensor], Tensor],
+        layout: Layout,
+        columns: int,
+        records: bool,
+        wanted: bool,
+    ):
+        self._grid, self._function, self._layout, self._columns = grid, function, layout, columns
+        self._records, self._wanted = records, wanted
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:
+        with Tape.of(self._grid).set(recording=self._records, pack=lambda name, array: array):
+            operand = ragged(self._grid, x, self._columns, self._layout, requires_grad=self._wanted)
+            out = self._function(operand)
+        node = out.node
+        if node is None:
+            return out.shard, None
+        self._rule, self._spec = node.rule, operand.spec
+        return out.shard, [saved.packed for saved in node.saved]
+
+    def backward(
+        self, reached: bool, gradient: torch.Tensor, *saved: torch.Tensor
+    ) -> tuple[PendingGradient | None, Sequence[Contribution]]:
+        assert self._rule is not None
+        of_input, *others = self._rule(gradient, *saved)
+        return relayout_gradient(self._spec, of_input) if reached else None, others
 
 
-def run(
-    grid: Grid,
-    function: Callable[[Tensor], Tensor],
-    layout: Layout,
-    columns: int,
-    held: Sequence[GridParameter],
-    x: torch.Tensor,
-) -> torch.Tensor:
-    """Run an operation (see `Call`) on this rank's rows. Rows do not move, and their number may differ among ranks."""
-    call = Call(BackwardPasses.of(grid), function, layout, columns, held, torch.is_grad_enabled())
-    call.passes.begin_forward()
-    if grid.debug:
-        call.passes.compare("a layer's input", [digest([x])], trains=call.records, cols=layout.cols)
-    for each in held:
-        each.follow()
+def run(passes: BackwardPasses, operation: Operation, held: Sequence[GridParameter], x: torch.Tensor) -> torch.Tensor:
+    """Run an operation on this rank's rows. Rows do not move, and their number may differ among ranks."""
     made: torch.Tensor = _Operation.apply(  # type: ignore[no-untyped-call]
-        call, x, *[each.tensor() for each in held]
+        passes, operation, held, x, *[each.tensor() for each in held]
     )
     if made.requires_grad:
-        call.passes.used([each for each in held if each.weight.requires_grad])
+        passes.used([each for each in held if each.weight.node is not None])
     return made
 
 
@@ -265,30 +290,31 @@ class _Operation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        grid, local = call.passes.grid, x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1])
-        with Tape.of(grid).set(recording=call.records, pack=lambda name, array: array):
-            operand = ragged(grid, local, call.columns, call.layout, requires_grad=call.records and x.requires_grad)
-            out = call.function(operand)
-        node = out.node
-        if node is not None:
-            ctx.call, ctx.rule, ctx.spec, ctx.shape = call, node.rule, operand.spec, x.shape
-            ctx.save_for_backward(*tensors, *(saved.packed for saved in node.saved))
-        made: torch.Tensor = out.shard
+    def forward(
+        ctx: Any,
+        passes: BackwardPasses,
+        operation: Operation,
+        held: Sequence[GridParameter],
+        x: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        made, saved = operation.forward(x.detach().contiguous().view(prod(x.shape[:-1]), x.shape[-1]))
+        if saved is not None:
+            ctx.passes, ctx.operation, ctx.held, ctx.shape = passes, operation, held, x.shape
+            ctx.save_for_backward(*tensors, *saved)
         return made.view(*x.shape[:-1], made.shape[1]).detach()  # no view: callers may change it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        call.passes.begin()
-        saved_arrays = ctx.saved_tensors[len(call.held) :]
-        before, *ends = (node for node, _ in ctx.next_functions)
+        passes: BackwardPasses = ctx.passes
+        passes.begin()
+        saved = ctx.saved_tensors[len(ctx.held) :]
+        before, *ends = [node for node, _ in ctx.next_functions]
         rows = gradient.contiguous().view(prod(gradient.shape[:-1]), gradient.shape[-1])
-        of_input, *others = ctx.rule(rows, *saved_arrays)
-        coming = relayout_gradient(ctx.spec, of_input) if reached(before) is not False else None
-        for held, part, end in zip(call.held, others, ends):
-            if end is not None and held.is_reached():
-                call.passes._receive(held, part)
+        coming, others = ctx.operation.backward(reached(before) is not False, rows, *saved)
+        for held, part, end in zip(ctx.held, others, ends):
+            if end is not None and held.is_reached(end):
+                passes._receive(held, part)
         dx = None if coming is None else coming.wait().view(ctx.shape)
-        return None, dx, *[None] * len(call.held)
+        return None, None, None, dx, *[None] * len(ctx.held)

@@ -1,5 +1,6 @@
 """Workspace: work arrays are reused, so that repeated steps allocate nothing."""
 
+import gc
 import itertools
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import LIBRARIES
 
-from pmm3d.arrays import NumpyLibrary, Workspace, library_named
+from pmm3d.arrays import Arena, NumpyLibrary, Workspace, library_named
 
 MEGABYTE = 2**20
 
@@ -112,6 +113,27 @@ def test_arrays_that_come_back_by_themselves_are_of_the_same_pool():
     assert library.sizes == [MEGABYTE, MEGABYTE] and workspace.allocated == 2 * MEGABYTE
     del other
     workspace.clear()
+    assert workspace.allocated == 0
+
+
+def test_device_arrays_of_an_arena_share_its_memory():
+    """Outside of it, device memory comes from the library."""
+    workspace, library = Workspace(), library_named("standin")
+    arena, array = Arena(workspace), workspace.array((1024, 2), "float64", library)
+    assert workspace.in_use() == workspace.allocated == 0
+    with workspace.apart(arena):
+        array = workspace.array((1024, 2), "float32", library)
+        array[...] = 3
+        part, address = array[1:].T, library.address(array)
+        del array
+        assert workspace.in_use() == 8192 and library.to_numpy(part)[1, 1022] == 3
+        del part
+        array = workspace.array((512, 4), "float32", library)
+        assert library.address(array) == address and library.address(arena.buffers[0]) == address
+        assert workspace.array((4, 4), "float32", library).shape == (4, 4)
+    assert workspace.allocated == 8192
+    del arena, array
+    gc.collect()
     assert workspace.allocated == 0
 
 

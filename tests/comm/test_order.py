@@ -5,14 +5,19 @@ import pytest
 import standin
 import standin_nccl
 from loops import given
-from networks import CLASSES, adamw, batch_of, loss_of, network_of, spread
+from networks import CLASSES, INPUT, adamw, batch_of, loss_of, network_of, spread
 from samples import integers, to_library
 from standin_order import looked_at
 
-from pmm3d import DistMatrix, Grid, Layout, matmul
+from pmm3d import DistMatrix, Grid, Layout, matmul, nn
 from pmm3d.comm import staging
+from pmm3d.layout import batch_layout
 from pmm3d.nn import compute
+from pmm3d.nn.recorded_steps import Replays
+from pmm3d.nn.training.step import train_step
 
+FIRST = 5
+"""Number of training steps before the first one that is replayed."""
 TRANSPORTS = pytest.mark.parametrize("transport", ["direct", "staged"])
 pytestmark = [pytest.mark.parallel([2, 4]), pytest.mark.deadline(120)]
 
@@ -47,6 +52,16 @@ def step(grid):
     optimizer.step()
 
 
+def replayed(grid):
+    net = network_of(grid, CLASSES, library="standin", dropout=0.1)
+    optimizer = adamw(net.parameters(), shard_over_data=True)
+    for number in range(FIRST + 1):
+        x, y = batch_of(CLASSES, number)
+        batch = spread(grid, x, INPUT, "standin", "float64"), spread(grid, y, batch_layout(None), "standin")
+        train_step(net, optimizer, nn.cross_entropy, [batch], 0.5)
+    assert Replays.of(net).replayed == 1, Replays.of(net).problem
+
+
 def order_of(comm, monkeypatch, program, transport):
     """The Order of a program on a stream of this rank."""
     monkeypatch.setattr(compute, "LEAST_WORK", 0)  # so that the helper thread is used
@@ -63,7 +78,7 @@ def order_of(comm, monkeypatch, program, transport):
 
 @TRANSPORTS
 def test_messages_and_work_are_in_order(comm, monkeypatch, transport):
-    for program in [collectives, products, step]:
+    for program in [collectives, products, step, replayed]:
         with given(program=program):
             for order in order_of(comm, monkeypatch, program, transport):
                 assert order.faults == [] and order.produced > 4 and order.read > 4

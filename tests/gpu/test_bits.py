@@ -8,7 +8,8 @@ import pytest
 from gpu.cases import cases, gpu, on_device, ranks, wide
 from pmm3d import DistMatrix, Grid, Layout, OutOfMemoryError, nn
 from pmm3d.io import Checkpoints
-from pmm3d.nn import functional, optim
+from pmm3d.nn import functional, optim, recorded_steps
+from pmm3d.nn.training.step import train_step
 
 pytestmark = gpu
 DISTRIBUTIONS = ("uniform", "normal", "integers")
@@ -38,6 +39,31 @@ def test_random_matrices(comm, library, result):
                 different += [] if np.allclose(device, host, most, most) else [f"{distribution} {dtype}"]
     assert different == []
     result(f"{', '.join(DISTRIBUTIONS)} in {', '.join(ROUNDING)}: as on the host")
+
+
+@cases("library")
+@ranks(1, 2)
+def test_replayed_steps(comm, library, result):
+    """Losses, norms and weights of replayed training steps are those of ordinary ones."""
+    found = []
+    for ordinary in (10**9, recorded_steps.ORDINARY):
+        with pytest.MonkeyPatch.context() as patch, Grid(comm, "fsdp") as grid:
+            patch.setattr(recorded_steps, "ORDINARY", ordinary)
+            net = nn.MLP(grid, (37, 64, 51, 12), nn.gelu, norm=True, dropout=0.2, seed=3, library=library)
+            optimizer, told = optim.AdamW(net.parameters(), lr=1e-2), []
+            for step in range(8):
+                x, y = (
+                    DistMatrix.random(grid, (96, columns), seed=seed, dtype="float32", layout=layout, library=library)
+                    for columns, seed, layout in (
+                        (37, 2 * step, Layout(("data", "z"), "y")),
+                        (12, 2 * step + 1, net.output_layout),
+                    )
+                )
+                told.append(train_step(net, optimizer, nn.mse, [(x, y)], 1.0))
+            found.append((told, [wide(each.value.gather()).tobytes() for each in net.parameters()]))
+            replays = recorded_steps.Replays.of(net)
+    assert found[0] == found[1] and replays.replayed == 3, replays.problem
+    result(f"{replays.replayed} replayed steps: the bits of ordinary ones")
 
 
 @cases("library")

@@ -183,6 +183,7 @@ def test_on_a_host_everything_runs_and_is_reported(tmp_path):
         "functions",
         "torch module",
         "random matrices",
+        "replayed steps",
         "dropout",
         "checkpoint",
         "out of memory",

@@ -94,6 +94,10 @@ OTHERS = [
     ({"rotary_base": 1e4}, "network.rotary_base was 500000.0, is 10000.0"),
     ({"window": 2}, "network.window was None, is 2"),
     ({"eps": 0.1}, "network.eps was 1e-05, is 0.1"),
+    (
+        {"rotary_scaling": {"rope_type": "linear", "factor": 2}},
+        "network.rotary_scaling was None, is 'linear, factor=2.0'",
+    ),
 ]
 
 

@@ -76,6 +76,16 @@ OPERATIONS = {
     "tied to itself": ({"W": W}, lambda t: nn.linear(nn.relayout(nn.scale(t["W"], 0.5), INPUT), t["W"])),
     "split": ({"x": ((ROWS, 6), INPUT)}, lambda t: parted(*nn.split(t["x"], [1, 2]))),
     "a part of a split": ({"x": ((ROWS, 6), INPUT)}, lambda t: nn.tanh(nn.split(nn.tanh(t["x"]), [1, 2])[1])),
+    "elementary": ({**X}, lambda t: nn.log(nn.exp(t["x"]) + 1) * nn.sqrt(abs(t["x"])) - nn.clip(t["x"], -1, 1) ** 3),
+    "chosen": ({**X, "w": ((1, SIZE), BIAS)}, lambda t: nn.maximum(t["x"], t["w"]) * nn.minimum(t["x"], 0.4) + nn.where(
+        nn.relu(t["x"]), t["w"], t["x"] ** 2)),
+    "extremes": ({**X}, lambda t: nn.max(t["x"], 0) * nn.min(t["x"], 1) + nn.max(t["x"]) * nn.min(t["x"])),
+    "parts": ({**X, "W": W}, lambda t: nn.concat([t["x"][2:], t["W"], t["x"][:1]])[3:, 1:5] * nn.rows(t["x"], 0, 1)[
+        :, 2:6]),
+    "rows by index": ({**X}, lambda t: nn.scatter_add(nn.take(nn.tanh(t["x"]), [7, 0, 7, 10]), [1, 2, 1, 0], 4)),
+    "product": ({**X, "w": ((SIZE, ROWS), Layout("z", "x"))}, lambda t: nn.tanh(t["x"] @ t["w"] / 9) @ t["x"]),
+    "groups": ({**X, "W": W, "V": ((SIZE, SIZE), TURNED)}, lambda t: nn.grouped_linear(
+        t["x"], [t["W"], t["V"], t["W"]], [4, 7, 0])),
     "added to itself": ({"W": W}, lambda t: nn.add(t["W"], t["W"])),
     "added to the result": ({"x": ((SIZE, SIZE), INPUT), "W": W}, lambda t: nn.add(nn.linear(t["x"], t["W"]), t["W"])),
     "mse of a weight": penalty(nn.mse, WEIGHT), "mse of a turned weight": penalty(nn.mse, TURNED),

@@ -23,6 +23,7 @@ from pmm3d.nn.transformer import embedding, rotary
 pytestmark = [pytest.mark.parallel([2], thorough=[1]), pytest.mark.deadline(240)]
 
 LAYOUT = Layout("z", ("y", "x"))
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 TYPES = {"float64": 1e-12, "float32": 1e-5, "float16": 1e-2, "bfloat16": 6e-2}
 """Type -> largest error, for numbers of about 1."""
 FUNCTIONS = {
@@ -33,11 +34,15 @@ FUNCTIONS = {
     "gelu": nn.gelu,
     "gelu_tanh": nn.gelu_tanh,
     "rms_norm": lambda x: nn.rms_norm(x, nn.mean(x, 0)),
+    "rms_norm of heads": lambda x: nn.rms_norm(
+        nn.columns(x, 1, 5), nn.relayout(nn.mean(x, 0)[:, :2], Layout()), unit=2
+    ),
     "layer_norm": lambda x: nn.layer_norm(x, nn.mean(x, 0), nn.sum(x, 0)),
     "layer_norm of whole rows": lambda x: nn.layer_norm(
         nn.relayout(x, Layout("z")), *(nn.relayout(each, Layout()) for each in (nn.mean(x, 0), nn.sum(x, 0)))
     ),
     "rotary": lambda x: rotary(nn.columns(x, 1, 5), 2),
+    "rotary, scaled": lambda x: rotary(nn.columns(x, 1, 5), 4, scaling=YARN),
     "embedding": lambda x: embedding(made(x.grid, TOKENS, x.library.kind, "int64", Layout("z")), x),
     "dropout": lambda x: nn.dropout(x, 0.5, seed=2),
     "softmax": nn.softmax,
@@ -48,6 +53,14 @@ FUNCTIONS = {
     "multiply": lambda x: x * x + 3 * x,
     "divide": lambda x: 1 / (x * x + 2) - x / 4,
     "columns": lambda x: nn.columns(x, 1, 3),
+    "elementary": lambda x: nn.exp(x) - nn.log(x * x + 1) + nn.sqrt(abs(x) + 1) + x**3 / 4 + nn.clip(x, -0.6, 0.4),
+    "chosen": lambda x: nn.maximum(x, 0.1) + nn.minimum(x, nn.mean(x, 0)) + nn.where(nn.relu(x), x * 2, 0.5),
+    "extremes": lambda x: nn.max(x, 0) * nn.min(x, 1) + nn.max(x) + x,
+    "argmax": lambda x: nn.take(x, nn.argmax(x, 0).T),
+    "parts": lambda x: nn.concat([x[5:], x[:5], x.T[:2, :5]])[1:, 2:],
+    "matmul": lambda x: x @ x.T / 8,
+    "scatter_add": lambda x: nn.scatter_add(x, [1, 0, 3, 1, 0, 0, 3, 1, 0], 4) / 4,
+    "groups": lambda x: nn.grouped_linear(x, [x[:5], x[4:]], [4, 5]) / 4,
 }
 WHOLE, TARGET, LABELS = integers((9, 5), seed=1) / 4, integers((9, 5), seed=2) / 4, np.arange(9)[:, None] % 5
 TOKENS = np.array([[4], [0], [4], [1], [4], [0], [2]])

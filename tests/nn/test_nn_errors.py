@@ -80,6 +80,8 @@ def test_options_that_are_numbers_of_numpy(grid, all_fail):
     all_fail(
         (Pmm3dError, "p must be at least 0", lambda: nn.Dropout(grid, "0.5")),
         (LayoutError, "rotary_base must be", lambda: nn.Attention(grid, 4, 2, rotary_base="1e6")),
+        (LayoutError, "qkv_bias is true or false; got 'no'", lambda: nn.Attention(grid, 4, 2, qkv_bias="no")),
+        (LayoutError, "qk_norm is true or false; got 'no'", lambda: nn.Attention(grid, 4, 2, qk_norm="no")),
     )
 
 

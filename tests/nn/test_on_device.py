@@ -1,23 +1,31 @@
 """Networks on device arrays: the number of calls does not depend on the size of arrays, and the host does not wait."""
 
+from contextlib import nullcontext
+from math import prod
+
 import numpy as np
 import pytest
 import standin
+import standin_arrays
+import standin_far  # noqa: F401, so that library_named knows it
 import standin_streams
 from loops import looped
-from networks import on_grid
+from networks import bits, on_grid, ordinary, weights_of
 from samples import LIBRARIES, to_library, to_numpy
 
-from pmm3d import DistMatrix, GridError, Pmm3dError, nn
+from pmm3d import DistMatrix, Grid, GridError, Pmm3dError, nn
 from pmm3d.arrays import library_named
 from pmm3d.layout import Layout, batch_layout
 from pmm3d.nn import optim
 from pmm3d.nn.elementwise import GELU, RELU, SIGMOID, SILU, TANH
+from pmm3d.nn.recorded_steps import Replays
 from pmm3d.nn.training.step import step_agreement, train_step
 
 pytestmark = pytest.mark.deadline(240)
 
 ROWS, CLASSES = 12, 3
+STEPS, FIRST = 8, 5
+"""Number of steps, and of those before the first one that is replayed."""
 of_one = on_grid("1x1x1")
 
 
@@ -96,6 +104,78 @@ def test_the_losses_of_a_step_of_several_batches_are_read_at_its_end(grid):
         found.append(train_step(net, optimizer, nn.cross_entropy, [(x, y)] * 3, agree=agree))
     assert waits == [0, 4]  # three losses and a norm
     assert np.allclose(*found, rtol=1e-5)
+
+
+def trained(grid, library, steps, rows=ROWS, width=9, each=lambda: None, **options):
+    """Losses and norms, bits of the weights, `Replays`. each: function that is called after each step."""
+    net, told = network(grid, library, width), []
+    optimizer = optim.AdamW(net.parameters(), lr=1e-2, **options)
+    for step in range(steps):
+        x, y = batch(grid, library, rows)
+        x.local[...] *= 1 + step
+        told.append(train_step(net, optimizer, nn.cross_entropy, [(x, y)], 1.0))
+        each()
+    return told, bits(weights_of(net)), Replays.of(net)
+
+
+@pytest.mark.parallel([2], thorough=[4])
+@looped(
+    "shape, library, transport, sharded",
+    [
+        ((1, 1, 2), "standin_far", "staged", False),
+        ((2, 1, 1), "standin", "direct", True),
+        ((1, 1, 1), "standin", "direct", "gradients"),
+    ],
+)
+def test_replayed_steps_have_the_bits_of_ordinary_steps(comm, shape, library, transport, sharded):
+    """Messages are sent from device memory, or through memory of the host. Ranks may hold parts of the optimizer's
+    states, and of gradients."""
+    found, data = [], comm.size // prod(shape)
+    for context in (ordinary(), nullcontext()):
+        with context, Grid(comm, shape, data, device_transport=transport) as grid:
+            *results, replays = trained(grid, library, STEPS, shard_over_data=sharded)
+            found.append(results)
+    assert found[0] == found[1] and replays.replayed == STEPS - FIRST, replays.problem
+
+
+@pytest.mark.parallel([1])
+@of_one
+def test_a_replayed_step_waits_no_more_often_for_the_device(grid, monkeypatch):
+    """It waits for the labels, the loss and the norm. Arrays of the program share memory."""
+    counts, asked, allocate = [], [0, 0], standin_arrays.Memory.__init__
+
+    def counted(memory, nbytes):
+        asked[0] += nbytes
+        allocate(memory, nbytes)
+
+    def note():
+        counts.append((standin.Stream.waits - asked[1], asked[0]))
+        asked[:] = 0, standin.Stream.waits
+
+    monkeypatch.setattr(standin_arrays.Memory, "__init__", counted)
+    note()
+    _, _, replays = trained(grid, "standin", STEPS, 512, 64, note)
+    (usual_waits, usual_bytes), (waits, _) = counts[2], counts[-1]
+    arena = replays._all[0].program.arena
+    assert replays.replayed == STEPS - FIRST and usual_waits == waits == 3
+    assert 0 < sum(each.nbytes for each in arena.buffers) < 0.3 * usual_bytes
+
+
+@pytest.mark.parallel([1])
+@of_one
+def test_steps_on_another_stream_are_recorded_again(grid):
+    """Work of two streams has no order, so programs of two streams do not share memory."""
+    (x, y), net = batch(grid, "standin", 512), network(grid, "standin", 64)
+    optimizer = optim.AdamW(net.parameters())
+    standin.get_current_stream().synchronize()
+    for number, stream in enumerate([standin.Stream(), standin.Stream()]):
+        with stream:
+            for _ in range(STEPS):
+                train_step(net, optimizer, nn.cross_entropy, [(x, y)])
+            stream.synchronize()
+        [arena] = {each.program.arena for each in Replays.of(net)._all if each.program}
+        assert Replays.of(net).replayed >= (1 + number) * (STEPS - FIRST)
+        assert len({memory.key for memory, _ in arena.pools}) == 1 + number
 
 
 @pytest.mark.parallel([4], thorough=[1, 2])

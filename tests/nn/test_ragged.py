@@ -75,6 +75,19 @@ def test_layer_norm_softmax_and_whole_columns(grid):
 
 
 @over_grids()
+def test_elements_and_columns_of_ragged_rows(grid):
+    """Elementary functions, choices, the largest of each row, and columns beside each other."""
+    x, _, own = batch(grid)
+    out = nn.where(nn.relu(x), nn.exp(x), nn.maximum(x, -1)) + nn.max(x, 1)
+    expected = np.where(own > 0, np.exp(own), np.maximum(own, -1)) + own.max(1, keepdims=True)
+    assert is_near(out.local, expected[:, x.box.c0 : x.box.c1], 1e-12)
+    nn.sum(out).backward()
+    assert x.grad.local.shape == x.local.shape
+    columns = nn.relayout(x, Layout(("data", "z")))
+    assert is_near(nn.concat([columns, columns * 2], 1).local, np.concatenate([own, 2 * own], 1), 1e-12)
+
+
+@over_grids()
 def test_other_counts_in_each_step_take_no_room(grid):
     """The number of cached forms is that of the weights, for any number of steps."""
     layer, kept = layer_of(grid), []
@@ -97,8 +110,18 @@ def test_what_needs_all_rows_is_refused(grid, fails):
         lambda: int(x.shape[0]),
         lambda: nn.r2(x, x),
     ]
+    refused += [
+        lambda: x.T,
+        lambda: x[1:],
+        lambda: nn.split(x, [1, 2], 0),
+        lambda: nn.concat([x, x]),
+        lambda: nn.take(x, [0]),
+        lambda: nn.grouped_linear(x, [layer.weight], [3]),
+    ]
     if grid.data.size * grid.z.size > 1:
-        refused += [lambda: nn.relayout(x, Layout((), "y")), lambda: nn.softmax(x, 0)]
+        refused += [lambda: nn.relayout(x, Layout((), "y")), lambda: nn.softmax(x, 0), lambda: nn.max(x, 0)]
+    if grid.y.size > 1:
+        refused += [lambda: nn.concat([x, x], 1)]
     if grid.x.size > 1:
         sharded = nn.ragged(grid, x.local, COLUMNS, Layout(("data", "z", "x"), "y"))
         refused += [lambda: layer(sharded)]

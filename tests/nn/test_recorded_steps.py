@@ -25,7 +25,7 @@ from networks import (
 from pmm3d import Grid, Pmm3dError, nn
 from pmm3d.arrays import library_of
 from pmm3d.layout import batch_layout
-from pmm3d.nn import optim, recorded_steps
+from pmm3d.nn import optim, parallel, recorded_steps
 from pmm3d.nn.recorded_steps import Replays
 from pmm3d.nn.tape import Tape
 from pmm3d.nn.training.step import Agreed, step_agreement, train_step
@@ -379,22 +379,142 @@ def test_why_steps_are_not_replayed_is_said(grid, caplog):
     assert not run.replays.replayed and "a function of your own" in run.replays._all[0].problem
 
 
-@pytest.mark.parallel([2])
-@on_grid("ddp")
-def test_a_loss_scale_that_changes_is_recorded_again(grid):
-    """Also by an overflow, whose step changes no weight."""
+@pytest.mark.parallel([2], thorough=[4])
+@over_grids(lambda ranks: GRIDS[ranks], most=2)
+@looped("parts", [1, 2])
+def test_a_loss_scale_is_an_argument(grid, parts):
+    """It is doubled every ninth step, and halved after an overflow, whose step is replayed and changes no weight."""
     results = []
     for context in (ordinary(), given(replayed=True)):
         net = network_of(grid, WITH_VECTORS, "float32", precision="float16")
         optimizer, scale, told = optim.AdamW(net.parameters(), lr=1e-3), optim.LossScale(2.0**10, every=9), []
         with context:
             for step in range(24):
-                batches = batches_of(grid, WITH_VECTORS, step, dtype="float32")
+                batches = batches_of(grid, WITH_VECTORS, step, parts, dtype="float32")
                 if step == 7:
                     batches[0][0].local[...] *= 1e30
-                told.append(train_step(net, optimizer, nn.mse, batches, scale=scale))
+                told.append((*train_step(net, optimizer, nn.mse, batches, scale=scale), scale.value))
         results.append((repr(told), scale.state(), bits(weights_of(net))))
-    assert results[0] == results[1] and Replays.of(net).replayed > 4 and scale.skipped == 1
+    assert results[0] == results[1] and scale.skipped == 1 and len({value for *_, value in told}) == 2
+    assert Replays.of(net).replayed == 24 - FIRST and len(Replays.of(net)._all) == 2
+
+
+@pytest.mark.parallel([2])
+@on_grid("ddp")
+def test_the_gradients_of_a_replayed_step_have_its_scale(grid):
+    """`LossScale.step` refuses gradients of another scale."""
+    net, seen = network_of(grid, WITH_VECTORS), []
+    optimizer, scale = optim.AdamW(net.parameters(), lr=1e-3), optim.LossScale(2.0, every=1)
+
+    def agree(own, square):
+        seen.append({each for parameter in net.parameters() for each in parameter.grad_buffer.scales})
+        return step_agreement(grid, own, square)
+
+    for step in range(STEPS):
+        train_step(net, optimizer, nn.mse, batches_of(grid, WITH_VECTORS, step), agree=agree, scale=scale)
+    assert Replays.of(net).replayed == STEPS - FIRST and seen == [{2.0**step} for step in range(1, STEPS + 1)]
+
+
+class Multiplied(nn.Module):
+    """A layer whose result depends on the number of the call."""
+
+    def __init__(self, grid):
+        self.grid, self.inner = grid, nn.Linear(grid, 9, 9, seed=2, dtype="float64")
+
+    def forward(self, x):
+        CALLS.append(self)
+        return nn.scale(self.inner(x), 1.0 + len(CALLS))
+
+
+class Containing(Own):
+    def __init__(self, grid):
+        super().__init__(grid)
+        self.middle = Multiplied(grid)
+
+    def forward(self, x):
+        return self.second(self.middle(nn.tanh(self.first(x))))
+
+
+@pytest.mark.parallel([2])
+def test_with_debug_the_first_operation_that_differs_is_named(comm):
+    """With its layer. Without debug, only gradients and the loss are named."""
+    for debug in (True, False):
+        with Grid(comm, "ddp", debug=debug) as grid:
+            run = Run(grid, WITH_VECTORS, network=lambda grid: nn.replay(Containing(grid)))
+            CALLS.clear()
+            for step in range(FIRST):
+                run.step(step)
+            problem = run.replays._all[0].problem
+            assert "a second step gave other bits: the loss of micro-batch 0, the gradient of" in problem
+            assert ("The first operation whose arrays differ is operation" in problem) == debug
+            assert ("scale of layer middle" in problem) == debug, problem
+
+
+@pytest.mark.parallel([2], thorough=[4])
+@over_grids(lambda ranks: GRIDS[ranks])
+@looped("case, parts", [(WITH_CLASSES, 1), (WITH_VECTORS, 2)])
+def test_operations_of_a_replay_have_the_digests_of_the_passes(grid, case, parts, monkeypatch):
+    """Of all arrays that they read and wrote."""
+    run, traces = Run(grid, case, parts=parts), []
+    made = recorded_steps.Trace.__init__
+    monkeypatch.setattr(recorded_steps.Trace, "__init__", lambda self: (made(self), traces.append(self))[0])
+    monkeypatch.setattr(grid, "debug", True)
+    for step in range(FIRST):
+        run.step(step)
+    replayed, usual = traces
+    assert run.replays._all[0].trusted and replayed.difference(usual) == ""
+    assert len(replayed._noted) >= len(usual._noted) > 10
+
+
+@pytest.mark.parallel([2, 4])
+def test_a_rank_that_changes_an_attribute_alone_is_named_on_all_ranks(comm, caplog):
+    """The others replay that step. Then all ranks record again. The bits are those of ordinary steps."""
+
+    def change(run, step):
+        if run.grid.rank == 1 and step == 7:
+            run.network.layers[0].number = 5
+        elif run.grid.rank == 1 and step == 14:
+            del run.network.layers[0].number
+
+    with Grid(comm, "ddp") as grid:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "pmm3d.nn"):
+            run = compared(grid, WITH_VECTORS, change, 22)
+        texts = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+        assert len(texts) == 2
+        for number, text in zip((8, 15), texts):
+            assert f"step {number} was not the same program on all ranks: rank 1 ran it as usual" in text
+        assert "an attribute of a module was added or removed" in texts[0]
+        assert run.replays.replayed == (11 if grid.rank != 1 else 9) and run.replays.problem == ""
+
+
+@pytest.mark.parallel([2])
+@on_grid("fsdp")
+def test_a_rank_that_changes_alone_after_many_replays_gathers_with_the_others(grid):
+    """Replays count as uses of weights, so an ordinary step prefetches the same ones."""
+    Tape.of(grid).parallel.overlap = nn.Overlap(reshard_after_forward=True)
+
+    def change(run, step):
+        if grid.rank == 0 and step == 20:
+            run.network.number = 5
+
+    assert compared(grid, WITH_VECTORS, change, 28).replays.problem == ""
+
+
+@pytest.mark.parallel([2])
+def test_pipelines_that_train_in_turn_keep_their_agreements(comm, monkeypatch):
+    made, create = [], parallel.RepeatedSum
+    monkeypatch.setattr(parallel, "RepeatedSum", lambda *given: made.append(given) or create(*given))
+    with Grid(comm, (1, 1, 1), pipe=2) as grid:
+        runs = []
+        for layers in (2, 3):
+            net = nn.Pipeline(grid, lambda stage, layers=layers: nn.MLP(stage, [4] * (layers + 1), seed=0))
+            runs.append((net, optim.SGD(net.parameters(), lr=0.1)))
+        batch = tuple(spread(grid.stage, np.ones((4, 4), "float32"), batch_layout(split)) for split in ("y", None))
+        for _ in range(4):
+            for net, optimizer in runs:
+                train_step(net, optimizer, nn.mse, [batch])
+    assert len(made) == 2
 
 
 class Multiplying(Own):

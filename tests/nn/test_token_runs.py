@@ -1,6 +1,7 @@
 """`pmm3d train` of transformers on text: the log on every grid, and interrupted runs."""
 
 import json
+import re
 import shutil
 from math import exp, isclose, log
 
@@ -83,6 +84,40 @@ def test_a_text_is_learned_and_the_log_has_bits_per_byte(here, kind, name):
     assert losses(here, kind)[-1] < 0.9 * log(32)
     assert f"pmm3d generate {here.folder}/{kind} --prompt TEXT" in done.stdout
     assert here.record(kind)["network"]["kind"] == name
+
+
+QWEN = """kv_heads = 1
+head_dim = 6
+qk_norm = true
+rotary_scaling = {rope_type = "yarn", factor = 2.0, original_max_position_embeddings = 8}"""
+
+
+def test_a_run_with_the_options_of_qwen_resumes_and_is_exported(here, comm):
+    """Its folder has the settings. A resume with another scaling is refused by name."""
+    trained(here, "cut", network=QWEN, training="steps = 2", kind="llama")
+    for change, text in (
+        (("2.0", "4.0"), "network.rotary_scaling was 'yarn, factor=2.0.*is 'yarn, factor=4.0"),
+        (("= true", "= false"), "network.qk_norm was True, is False"),
+    ):
+        other = config(here, "cut", network=QWEN.replace(*change), training="steps = 4", kind="llama")
+        done = here.train(other, "--resume", "auto")
+        assert done.returncode and re.search(text, done.stderr), done.stderr
+    path = config(here, "cut", network=QWEN, training="steps = 4", kind="llama")
+    here.finish(path, "--resume", "auto")
+    assert len(losses(here, "cut")) == 4
+    for names, target in (("llama", "folder"), ("torch", "file.safetensors")):
+        done = here.run("export", str(here.folder / "cut"), str(here.folder / target), "--names", names)
+        assert done.returncode == 0, done.stderr
+    with Grid(comm, "ddp") as grid:
+        net = nn.Llama.load(grid, here.folder / "folder")
+        assert net.architecture.model_type == "qwen3" and net.architecture.head_dim == 6
+        assert str(net.architecture.rotary_scaling).startswith("yarn, factor=2.0, original_max_position_embeddings=8")
+        nn.exchange.load_weights(net, here.folder / "file.safetensors")
+        expected = here.weights("cut")
+        assert all(np.array_equal(expected[name], matrix.gather()) for name, matrix in net.matrices().items())
+        assert nn.generate(net, [[3, 1]], 3, temperature=0).shape == (1, 5)
+    done = here.run("plan", "train", path, "--ranks", "2")
+    assert done.returncode == 0, done.stderr
 
 
 OTHERS = [

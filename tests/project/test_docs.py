@@ -13,9 +13,11 @@ import h5py
 import numpy as np
 import pytest
 from loops import looped
+from networks import INPUT, spread
 from training_runs import run_here
 from typer.main import get_command
 
+from pmm3d import Grid, nn
 from pmm3d.model.environment import Settings
 from pmm3d.nn.training.config import checked
 from pmm3d.tools.commands import app
@@ -127,7 +129,7 @@ def test_the_loop_of_the_page_on_networks_runs(comm, shared_path):
 
 @pytest.mark.parallel([2])
 def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(comm, shared_path):
-    (_, optimizer, loss), [model] = programs("docs/networks.md"), programs("docs/training.md")
+    (_, optimizer, loss, _), (model, _) = programs("docs/networks.md"), programs("docs/training.md")
     if comm.rank == 0:
         (shared_path / "own.py").write_text(loss)
         (shared_path / "model.py").write_text(model)
@@ -144,6 +146,55 @@ def test_the_network_and_the_optimizer_of_ones_own_are_trained_by_the_command(co
     comm.barrier()
     done = run_here(comm, "train", str(shared_path / "x.toml"))
     assert done.returncode == 0 and "3 steps" in done.stdout, done.stdout + done.stderr
+
+
+@four
+def test_the_losses_of_the_page_are_those_of_torch(comm):
+    """Values and gradients. The page adds 1e-12 to squares of norms."""
+    import torch
+    from torch.nn import functional
+
+    made, (one, other) = {}, np.random.default_rng(1).standard_normal((2, 6, 5))
+    exec(programs("docs/networks.md")[-1], made)
+    labels = (other > 0).astype(float)
+    probabilities = functional.softmax(torch.tensor(other), 1).numpy()
+    normed = lambda x: functional.normalize(x, dim=1)
+    cases = [
+        ("kl_divergence", probabilities, lambda x, y: functional.kl_div(x.log_softmax(1), y, reduction="batchmean")),
+        ("binary_cross_entropy", labels, functional.binary_cross_entropy_with_logits),
+        (
+            "contrastive",
+            other,
+            lambda x, y: functional.cross_entropy(normed(x) @ normed(y).T / 0.1, torch.arange(len(x))),
+        ),
+    ]
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        for name, target, expected in cases:
+            x, right = nn.Tensor(spread(grid, one, INPUT, "numpy"), requires_grad=True), torch.tensor(one)
+            value = expected(right.requires_grad_(), torch.tensor(target))
+            loss = made[name](x, nn.Tensor(spread(grid, target, INPUT, "numpy")))
+            loss.backward()
+            value.backward()
+            assert abs(loss.item() - value.item()) < 1e-11, name
+            assert np.abs(x.grad.gather() - right.grad.numpy()).max() < 1e-11, name
+
+
+@four
+def test_the_losses_of_the_page_are_finite(comm):
+    """Also for a zero row, a low temperature, and probabilities of 0 in float16."""
+    made, (one, other) = {}, np.random.default_rng(1).standard_normal((2, 6, 5))
+    exec(programs("docs/networks.md")[-1], made)
+    one[2], certain = 0, np.eye(6, 5).astype("float16")
+    with Grid(comm, (2, 1, 1), 2) as grid:
+        x, y = (nn.Tensor(spread(grid, each, INPUT, "numpy"), requires_grad=True) for each in (one, other))
+        half = nn.Tensor(spread(grid, one.astype("float16"), INPUT, "numpy"), requires_grad=True)
+        for loss, of in (
+            (made["contrastive"](x, y), x),
+            (made["contrastive"](y, y, 1e-4), y),
+            (made["kl_divergence"](half, nn.Tensor(spread(grid, certain, INPUT, "numpy"))), half),
+        ):
+            loss.backward()
+            assert np.isfinite(loss.item()) and np.isfinite(of.grad.gather()).all()
 
 
 @four

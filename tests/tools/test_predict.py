@@ -19,6 +19,7 @@ from pmm3d.nn.facts import ACCEPTED
 from pmm3d.nn.training.export import _export_tokenizer, tokenizer_of
 from pmm3d.nn.training.predict import text_after
 from pmm3d.nn.training.samples import Recalled
+from pmm3d.nn.training.sections import DataSection
 from pmm3d.tools.ranks import Accept
 
 NAMES = ["cat", "dog", "eel"]
@@ -406,7 +407,7 @@ def test_the_text_after_a_prompt_has_its_blank():
 
 def test_the_tokenizer_of_an_export_is_that_of_the_facts_of_the_run(tmp_path):
     """Not another one that the data file contains now."""
-    config = lambda name: SimpleNamespace(data=SimpleNamespace(file=tmp_path / name))
+    config = lambda name: SimpleNamespace(data=DataSection(file=tmp_path / name))
     words_of("the", "cat").save(str(tmp_path / "words.json"))
     (tmp_path / "cat.txt").write_text(TEXT)
     convert_text([tmp_path / "cat.txt"], tmp_path / "words.h5", tokenizer=tmp_path / "words.json")
@@ -427,9 +428,11 @@ def test_an_export_without_a_tokenizer_leaves_none_of_another_network(comm, shar
     if comm.rank == 0:
         for name in FOLDER:
             (shared_path / name).write_text("of another network")
-    config = SimpleNamespace(data=SimpleNamespace(file=shared_path / "none.h5"))
+    config = SimpleNamespace(data=DataSection(file=shared_path / "none.h5"))
     with Grid(comm) as grid:
         told = _export_tokenizer(grid, Recalled(config, None, {"tokenizer": "other"}), shared_path)
+        never = _export_tokenizer(grid, Recalled(config, None, {}), shared_path)
+    assert never == f", without a tokenizer: none was in the data of the run ({shared_path}/none.h5)"
     left = {each.name for each in shared_path.iterdir()}
     assert "without its tokenizer" in told and left & {*FOLDER} == {"config.json", "model.safetensors"}
     comm.barrier()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from loops import looped
-from networks import GRIDS, on_each_grid
+from networks import GRIDS, on_each_grid, over_grids
 from seeded import made
 from torch import nn
 
@@ -156,6 +156,39 @@ def test_a_weight_of_two_modules_is_refused_in_the_second(comm, fails):
         nets.append(parallelize(copy.deepcopy(other), grid))
         nets.clear()
         parallelize(nn.ModuleList([one, other]), grid, {})
+
+
+@pytest.mark.parallel([1, 2])
+def test_layers_of_different_roles_cannot_share_a_weight(comm, fails):
+    """Layers of one role can."""
+    with Grid(comm, (comm.size, 1, 1)) as grid:
+        one, same, other = (Linear3D(grid, 6, 6, role=role, gather=True) for role in ("column", "column", "row"))
+        x = torch.arange(12.0).reshape(2, 6)
+        same.weight = other.weight = one.weight
+        one(x)
+        said = r"weight is also Linear3D \d+.weight, with the layout .* Give one role to layers that share a weight"
+        fails(LayoutError, said, lambda: other(x))
+        same.bias = one.bias
+        assert torch.equal(one(x), same(x))
+
+
+@pytest.mark.parallel([1, 2, 4])
+@over_grids()
+def test_a_transposed_weight_is_used(grid):
+    """It has the address and the type of the weight before."""
+    one, two = (Linear3D(grid, 6, 6, seed=1, gather=True, dtype=torch.float64) for _ in range(2))
+    x, rows = torch.arange(12.0, dtype=torch.float64).reshape(2, 6), one.weight.shape[0]
+    one(x).sum().backward()
+    one.weight.grad = one.bias.grad = None
+    one.weight.data = one.weight.data.t()
+    if rows != one.weight.shape[0]:
+        with pytest.raises(LayoutError, match=r"weight has the shape \(\d, \d\); this rank's part of it is"):
+            one(x)
+        return
+    two.weight.data = two.weight.data.t().contiguous()
+    for each in (one, two):
+        each(x).square().sum().backward()
+    assert torch.allclose(one.weight.grad, two.weight.grad) and torch.allclose(one(x), two(x))
 
 
 @pytest.mark.parallel([2])

@@ -20,6 +20,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -33,6 +37,16 @@ SHARED = {
     "max_position_embeddings": 16,
     **IDS,
 }
+LONG = "original_max_position_embeddings"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, LONG: 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, LONG: 8, "beta_fast": 2.0, "beta_slow": 0.5}
+
+
+def scaled(theta=10000.0, **scaling):
+    """SHARED with a scaling of the rotary positions."""
+    return {**SHARED, "rope_parameters": {"rope_theta": theta, **scaling}}
+
+
 MADE = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=37, n_positions=16, n_embd=24, n_layer=2, n_head=3, **IDS)),
     "gpt2-untied": lambda: GPT2LMHeadModel(
@@ -43,6 +57,18 @@ MADE = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHARED)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHARED, tie_word_embeddings=True, rope_theta=500.0)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SHARED, sliding_window=5)),
+    "llama-linear": lambda: LlamaForCausalLM(LlamaConfig(**scaled(rope_type="linear", factor=3.0))),
+    "llama-dynamic": lambda: LlamaForCausalLM(
+        LlamaConfig(**{**scaled(rope_type="dynamic", factor=2.0), "max_position_embeddings": 7})
+    ),
+    "llama-yarn": lambda: LlamaForCausalLM(LlamaConfig(**scaled(**YARN, mscale=1.0, mscale_all_dim=0.5))),
+    "llama-3": lambda: LlamaForCausalLM(LlamaConfig(**scaled(500.0, **LLAMA3), head_dim=10, tie_word_embeddings=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHARED)),
+    "qwen2-tied": lambda: Qwen2ForCausalLM(Qwen2Config(**scaled(**YARN), tie_word_embeddings=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHARED, head_dim=8)),
+    "qwen3-tied": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**{**scaled(1e6, **YARN), "num_key_value_heads": 1}, head_dim=8, tie_word_embeddings=True)
+    ),
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ...action import Action
 from ..machines import Group, Machine
@@ -34,10 +35,13 @@ def seconds_of(action: Action, machine: Machine, groups: Mapping[str, Group]) ->
     return 0.0
 
 
-def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group]) -> list[Task]:
+def tasks(
+    actions: Sequence[Action], machine: Machine, groups: Mapping[str, Group], phases: Sequence[str] = ()
+) -> list[Task]:
     """Return the table of the rank that executes these actions (`DryRun.actions`), for `simulate`.
 
-    `groups` has the group of each axis and of "all" ranks (`pmm3d.model.machines.groups_of`).
+    `groups` has the group of each axis and of "all" ranks (`pmm3d.model.machines.groups_of`). `phases` are those of the
+    actions (`Task.phase`). Default: none.
 
     - A GEMM or a pass occupies the processor.
     - A collective occupies "inside" if its ranks are on one node, else "across", for the share of its seconds that the
@@ -48,7 +52,7 @@ def tasks(actions: Sequence[Action], machine: Machine, groups: Mapping[str, Grou
     - The machine's overhead precedes each GEMM and each pass. If a collective is sent message by message, the overhead
       also precedes each message but the first, because the price of a collective includes the Python of its start.
     """
-    return _Table(machine, groups).of(actions)
+    return _Table(machine, groups).of(actions, phases)
 
 
 def terms_of(timeline: Timeline) -> dict[str, float]:
@@ -76,10 +80,15 @@ class _Table:
     made: list[Task] = field(default_factory=list)
     begun: dict[int, _Begun] = field(default_factory=dict)
 
-    def of(self, actions: Sequence[Action]) -> list[Task]:
+    phase: str = ""
+
+    def of(self, actions: Sequence[Action], phases: Sequence[str]) -> list[Task]:
         awaited, overhead = _awaited(actions), self.machine.overhead_in_step
-        before, equal = Task("overhead", PROCESSOR, overhead, name="overhead"), dict[tuple[str, float, str], Task]()
-        for action in actions:
+        before, equal = Task("overhead", PROCESSOR, overhead, name="overhead"), dict[tuple[Any, ...], Task]()
+        for number, action in enumerate(actions):
+            if phases and phases[number] != self.phase:
+                self.phase = phases[number]
+                before = replace(before, phase=self.phase)
             seconds = seconds_of(action, self.machine, self.groups)
             if action.what == "begin":
                 if overhead and action.message > 1:
@@ -90,9 +99,10 @@ class _Table:
             else:
                 if overhead:
                     self.made.append(before)
-                key = action.what, seconds, action.operation
+                key = action.what, seconds, action.operation, self.phase
                 if key not in equal:
-                    equal[key] = Task(action.what, PROCESSOR, seconds, name=action.operation or action.what)
+                    name = action.operation or action.what
+                    equal[key] = Task(action.what, PROCESSOR, seconds, name=name, phase=self.phase)
                 self.made.append(equal[key])
         return self.made
 
@@ -102,9 +112,8 @@ class _Table:
         before = tuple(number for number in action.after if number in self.begun)
         after = tuple(self.begun[number].task for number in before)
         self.begun[action.number] = _Begun(len(self.made), (1 - hidden) * seconds, before)
-        self.made.append(
-            Task("collective", INSIDE if group.nodes == 1 else ACROSS, hidden * seconds, after, action.axis, name)
-        )
+        resource = INSIDE if group.nodes == 1 else ACROSS
+        self.made.append(Task("collective", resource, hidden * seconds, after, action.axis, name, self.phase))
 
     def wait(self, number: int) -> None:
         """Add waits for a collective and for the collectives that it continues. When the last one has ended, the
@@ -120,7 +129,9 @@ class _Table:
                 open_ones += begun.before
         for each in sorted(waits, key=lambda one: one.task):
             after = (each.task,) if each.task == last else (each.task, last)
-            self.made.append(Task("wait", PROCESSOR, each.rest, after, name=self.made[each.task].name))
+            self.made.append(
+                Task("wait", PROCESSOR, each.rest, after, name=self.made[each.task].name, phase=self.phase)
+            )
 
 
 def _awaited(actions: Sequence[Action]) -> set[int]:

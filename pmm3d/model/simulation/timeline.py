@@ -33,6 +33,8 @@ class Task:
         Axis of a collective. Waits for the task count under this name, or under its kind if the name is empty.
     name
         Description for the user.
+    phase
+        Part of the step, such as "forward", for pictures.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class Task:
     after: tuple[int, ...] = ()
     axis: str = ""
     name: str = ""
+    phase: str = ""
 
     @property
     def awaited(self) -> str:

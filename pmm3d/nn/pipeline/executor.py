@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 from ...comm import Axis, Ledger, Pending, assign, call
 from ...errors import Pmm3dError
@@ -70,7 +70,7 @@ class Executor:
     if an earlier step ended with an error on this rank.
     """
 
-    def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: float = 1.0):
+    def __init__(self, network: Module, inputs: Sequence[DistMatrix], scale: SupportsFloat = 1.0):
         self._network: Any = network if isinstance(network, Pipeline) else OneStage(network)
         self._grid, self._inputs, self._scale = network.grid, inputs, scale
         self._table: PipelineSchedule = self._network.table(len(inputs))
@@ -173,7 +173,7 @@ class Executor:
                 gradients = self._values.pop(("B", stage, micro))
                 starts = [(edge, gradient.local) for edge, gradient in zip(edges, gradients) if edge is not None]
                 if starts:  # empty if no parameter up to this stage is trained
-                    backward_from(starts, self._scale)
+                    backward_from(starts, float(self._scale))
         if queue is not None:
             self._queues[stage, micro] = queue
         if stage > self._table._chain_of[micro].start:

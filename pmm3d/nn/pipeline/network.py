@@ -482,8 +482,7 @@ class Pipeline(Module):
 def begin_step(grid: Grid, buffers: Sequence[GradientBuffer]) -> None:
     """Discard the gradients and the recorded actions of the step before."""
     grid.ledger.actions.clear()
-    for buffer in buffers:
-        Tape.of(grid).parallel.gradients.forget(buffer)  # an earlier step may have ended with an error
+    Tape.of(grid).parallel.gradients.forget(*buffers)  # an earlier step may have ended with an error
 
 
 def _finished(buffer: GradientBuffer) -> Array:

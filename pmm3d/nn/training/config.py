@@ -95,7 +95,7 @@ class Config(Section):
             if getattr(data, name) is not None
         ]
         needing = [f"grid.{axis}" for axis in (SEQ, ULYSSES) if axis in self.grid.axes]
-        needing += [] if data.documents is None else ["data.documents"]
+        needing += [f"data.{name}" for name in ("documents", "vocabulary", "token_dtype") if getattr(data, name)]
         for wrong, text in (
             (
                 not length and network.of_tokens,

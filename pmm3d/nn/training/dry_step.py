@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...action import Action
@@ -73,8 +72,9 @@ class DrySteps:
         own: Own | None = None,
     ):
         self.config, self.cached_bytes = config, cached_bytes
-        if samples is None and not Path(config.data.file).exists():
-            raise DataError(f"cannot open {config.data.file}: there is no such file. {REMEDY}")
+        for file in config.data.files if samples is None else ():
+            if not file.exists():
+                raise DataError(f"cannot open {file}: there is no such file. {REMEDY}")
         self.samples = sizes_in_file(config) if samples is None else _checked(SampleSizes(*samples))  # type: ignore
         self.loss, batch = loss_of(config, self.samples.classes), config.data.batch_size
         check_class_weights(config, self.samples.outputs)

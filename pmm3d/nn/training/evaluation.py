@@ -19,6 +19,7 @@ from .. import scores
 from ..contexts import unchanged
 from ..module import Module
 from ..pipeline.network import Pipeline
+from ..recorded_passes import Passes
 from ..tape import Tape
 from ..tensor import Tensor, summed
 
@@ -73,6 +74,7 @@ class Evaluation:
         if taken := sorted({"loss", "accuracy", "r2", *(f"r2 of {name}" for name in targets)} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
         self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0.0, False
+        self._passes = Passes.of(network)
         self.score, self._targets = scores.R2(), targets if 1 < len(targets) <= MOST_NAMED else ()
         self._means = dict.fromkeys(self._metrics, 0.0)
 
@@ -81,7 +83,7 @@ class Evaluation:
         ahead = self._network.ranks - 1 if isinstance(self._network, Pipeline) else 0
         under_way = deque[tuple[Tensor, DistMatrix]]()
         for x, y in batches:
-            under_way.append((self._network(x), y))
+            under_way.append((self._passes.output(self._network, x), y))
             if len(under_way) > ahead:
                 self._count(*under_way.popleft())
         for out, y in under_way:
@@ -134,7 +136,9 @@ class Evaluation:
                 "pass a list or a Loader, which starts again by itself"
             )
         with grid.ledger.phase("agreement"):
-            loss, right = grid.everyone.all_reduce(self._sums, agreed=True).wait().tolist()
+            sums = np.append(self._sums, self._passes.open)
+            loss, right, are_open = grid.everyone.all_reduce(sums, agreed=True).wait().tolist()
+        self._passes.conclude(are_open)
         score = {"accuracy": right / rows} if self._classes else {"r2": self.score.value()} if self._vectors else {}
         if self._vectors and self._targets:
             score |= {f"r2 of {name}": float(each) for name, each in zip(self._targets, self.score.of_columns()[0])}

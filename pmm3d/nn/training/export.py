@@ -27,7 +27,7 @@ from ..layers import Linear
 from ..module import Module
 from ..optimizer_state import is_state
 from .network import network_of
-from .samples import SAMPLES, Recalled, recalled
+from .samples import SAMPLES, Recalled, recalled, tokenizer_file
 
 
 def check_target(target: Path, overwrite: bool) -> Path:
@@ -109,10 +109,15 @@ def _export_network(
 def _export_tokenizer(grid: Grid, run: Recalled, folder: Path) -> str:
     """Write the tokenizer of a run for AutoTokenizer.from_pretrained. If there is none, remove that of another network
     from the folder. Collective. Return a text about it."""
-    file, text = run.config.data.file, None
+    file, text = run.config.data.source, None
     with grid.collective_call("export: tokenizer", str(folder), always=True), file_errors(folder, "written"):
         if grid.rank == 0:
-            text = f", without its tokenizer: {file} does not contain it now"
+            had = "tokenizer" in run.facts
+            text = (
+                f", without its tokenizer: {file} does not contain it now"
+                if had
+                else f", without a tokenizer: none was in the data of the run ({file})"
+            )
             files = folder / "tokenizer.json", folder / "tokenizer_config.json"
             if (coder := tokenizer_of(run)) is None:
                 for path in files:
@@ -133,11 +138,14 @@ TOKENIZER_CONFIG = """{
 
 
 def tokenizer_of(run: Recalled) -> Tokenizer | None:
-    """Return the tokenizer of a run, or None if its data file does not contain it."""
+    """Return the tokenizer of a run, or None if its data do not contain it."""
+    file = tokenizer_file(run.config.data)
     if run.facts.get("tokenizer") == Tokenizer().digest:
         return Tokenizer()
+    if file is None:
+        return None
     try:
-        tokenizer = Tokenizer.of(run.config.data.file)
+        tokenizer = Tokenizer.of(file)
         return tokenizer if tokenizer.digest == run.facts.get("tokenizer") else None
     except DataError:
         return None

@@ -60,6 +60,11 @@ Function = Annotated[
     Field(pattern=r"^.+\.py:[A-Za-z_]\w*$"),
     _in_words('a Python file, relative to the current folder, and a function or class in it, such as "model.py:build"'),
 ]
+Weights = Annotated[
+    dict[Place, Positive],
+    Field(min_length=1),
+    _in_words('a table of files with weights above 0, such as {"web.h5" = 3, "books.h5" = 1}'),
+]
 LossName = Annotated[
     Literal["auto", "cross_entropy", "mse", "mae"] | Function,
     _in_words('"auto", "cross_entropy", "mse", "mae", or a Python file and a function in it, such as "loss.py:huber"'),

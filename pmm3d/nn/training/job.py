@@ -72,7 +72,7 @@ def _train_on(
             )
         )
     if run.log is not None:
-        for line in (*lines, _targets(run, config), run.describe()):
+        for line in (*lines, *_draws(run), _targets(run, config), run.describe()):
             run.log.say(printable(line))
     finished = run.run()
     with run.grid.collective_call("training", always=True):  # without an error, the job would be requeued for ever
@@ -117,6 +117,12 @@ def _check_new(run: Trainer, resume: str) -> None:
                 f"{folder} contains only retired checkpoints: {names_in_words(retired)}. Continue "
                 "from one with --resume PATH, or choose another training.folder"
             )
+
+
+def _draws(run: Trainer) -> list[str]:
+    """Return a line about the rows of an epoch of a mixture."""
+    draws = run.loader.draws
+    return [f"an epoch draws {names_in_words(f'{count} rows of {name}' for name, count in draws)}"] if draws else []
 
 
 def _targets(run: Trainer, config: Config) -> str:

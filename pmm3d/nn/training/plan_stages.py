@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...action import Action
 from ...layout import PIPE, GridShape
@@ -13,7 +13,7 @@ from ...model.candidates import Candidate
 from ...model.machines import Group, Machine
 from ...model.simulation import simulate as replay
 from ...model.simulation.replay import tasks, terms_of
-from ..pipeline import PipelineError, PipelineSchedule, Times, schedule_of, simulate
+from ..pipeline import PipelineError, PipelineSchedule, TimeLine, Times, schedule_of, simulate
 from .dry_step import DrySteps, Step
 
 SCHEDULES = "1f1b", "zb-h1", "zb-h2", "interleaved-2", "zb-v"
@@ -90,6 +90,28 @@ class RankCosts:
         )
 
 
+class StagedStep(NamedTuple):
+    """A step on a grid with several stages.
+
+    table   schedule of all micro-batches;   line   its simulation, in seconds
+    costs   of each rank along pipe
+    """
+
+    table: PipelineSchedule
+    line: TimeLine
+    costs: Sequence[RankCosts]
+
+
+def staged_step(
+    steps: DrySteps, grid: GridShape, machine: Machine, groups: Mapping[str, Group], schedule: str
+) -> StagedStep:
+    """Return the step by one schedule. Raises Pmm3dError as `staged_candidates`."""
+    table = schedule_of(schedule, grid.stages, steps.micro_batches)
+    shown = _shown(tuple(table.stages.values()))
+    costs = _costs(steps.staged(shown), shown, grid, machine, groups)
+    return StagedStep(table, _line(table, shown, costs, machine, groups), costs)
+
+
 def staged_candidates(
     steps: DrySteps, grid: GridShape, machine: Machine, groups: Mapping[str, Group]
 ) -> Iterator[Candidate]:
@@ -139,6 +161,22 @@ def _shown(places: Sequence[int]) -> PipelineSchedule:
     return PipelineSchedule.read("\n".join(map(",".join, lines)))
 
 
+def _line(
+    table: PipelineSchedule,
+    shown: PipelineSchedule,
+    ranks: Sequence[RankCosts],
+    machine: Machine,
+    groups: Mapping[str, Group],
+) -> TimeLine:
+    """Return the simulation of the passes of all micro-batches."""
+    forward, backward, weight = (
+        [sum(ranks[shown.stages[stage]].passes[kind, stage].values()) for stage in sorted(shown.stages)]
+        for kind in "FIW"
+    )
+    message = machine.collective_in_step("shift", groups[PIPE], max(rank.message for rank in ranks))
+    return simulate(table, Times(forward, backward, weight, message))
+
+
 def _candidate(
     name: str,
     table: PipelineSchedule,
@@ -149,12 +187,7 @@ def _candidate(
     groups: Mapping[str, Group],
 ) -> Candidate:
     rank_of, stages = shown.stages, sorted(shown.stages)
-    forward, backward, weight = (
-        [sum(ranks[rank_of[stage]].passes[kind, stage].values()) for stage in stages] for kind in "FIW"
-    )
-    message = machine.collective_in_step("shift", groups[PIPE], max(rank.message for rank in ranks))
-    times = Times(forward, backward, weight, message)
-    line, micro_batches = simulate(table, times), table.micro_batches
+    line, micro_batches = _line(table, shown, ranks, machine, groups), table.micro_batches
     slowest = max(range(len(ranks)), key=lambda rank: line.work[rank])
     seconds = line.makespan + max(sum(rank.rest.values()) for rank in ranks)
     costs = ranks[slowest]

@@ -34,11 +34,12 @@ from ..contexts import unchanged
 from ..facts import Facts, compare
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
+from ..recorded_passes import Passes
 from ..transformer.generate import generate, longest_of
 from .config import Config
 from .evaluation import Evaluation, loss_named
 from .network import OwnFunctions, network_of
-from .samples import Recalled, Samples, labels_of, recalled
+from .samples import Recalled, Samples, labels_of, recalled, tokenizer_file
 from .sections import AUTO
 
 LARGEST_BATCH = 2**31
@@ -255,7 +256,7 @@ def continue_text(
     tokenizer, and an empty prompt.
     """
     with _recalled(comm, run) as (grid, known, checkpoint, keeper):
-        file, asked = tokenizer or Path(known.config.data.file), None
+        file, asked = tokenizer or tokenizer_file(known.config.data), None
         with grid.collective_call("predict", str(run), prompt, always=True):
             if known.config.data.sequence is None:
                 raise DataError(
@@ -266,7 +267,7 @@ def continue_text(
             take_device(known.config.network.library, grid.local_rank)
         with grid.collective_call("predict: tokenizer", str(file), always=True):
             if grid.rank == 0:
-                coder = _tokenizer(file, known.samples.outputs, tokenizer is not None)
+                coder = _tokenizer(file, known, tokenizer is not None)
                 compare(known.facts, {"tokenizer": coder.digest}, accept, str(file), rank=0, error=DataError)
                 asked = coder.encode(prompt).tolist(), coder.vocabulary
                 if not asked[0]:
@@ -292,9 +293,14 @@ def text_after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     return text[len(commonprefix([coder.decode(prompt), text])) :]
 
 
-def _tokenizer(file: Path, vocabulary: int, named: bool) -> Tokenizer:
+def _tokenizer(file: Path | None, known: Recalled, named: bool) -> Tokenizer:
     """Return the tokenizer. Raises DataError if it cannot be read, or has more tokens than the vocabulary."""
-    remedy = "--tokenizer FILE.h5 names a file that pmm3d convert text wrote with the run's tokenizer"
+    vocabulary = known.samples.outputs
+    remedy = (
+        "--tokenizer names the tokenizer.json of the run's tokenizer, or a file that pmm3d convert text wrote with it"
+    )
+    if file is None:
+        raise DataError(f"No tokenizer is in the data of the run ({known.config.data.source}). {remedy}")
     if not named and not file.exists():
         if vocabulary != BYTES:
             raise DataError(f"{file}, the data file of the run with its tokenizer, is missing. {remedy}")
@@ -402,7 +408,7 @@ def _inputs(grid: Grid, asked: Asked, known: Recalled) -> Iterator[Inputs]:
     try:
         yield inputs
     finally:
-        inputs.file.h5.close()
+        inputs.file.close()
 
 
 def _check_batch(inputs: Inputs, outputs: int) -> None:
@@ -419,10 +425,11 @@ def _check_batch(inputs: Inputs, outputs: int) -> None:
 def _run(
     grid: Grid, made: Module, inputs: Inputs, new: NewHdf5 | None, target: Path, tell: Tell, scale: ColumnScale | None
 ) -> None:
+    passes = Passes.of(made)
     with made.evaluating(), unchanged(made.grid):
         for start in range(0, inputs.samples, inputs.size):
             rows = min(inputs.size, inputs.samples - start)
-            values = made(inputs.batch(start, rows)).gather(0)
+            values = passes.output(made, inputs.batch(start, rows)).gather(0)
             agreed = grid.collective_call("predict: writing", start, always=True)
             with agreed, file_errors(target, "written"):
                 if values is not None and new is not None:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...comm import Grid
 from ...errors import CheckpointError, DataError, Pmm3dError, needs
-from ...io import DataSet, TokenDataSet
+from ...io import DataSet, Mixture, TokenDataSet
 from ...io.checkpoint import Checkpoint
+from ...io.mapped import is_mapped, is_raw
+from ...io.mixture import AnySource
+from ...io.pairs import NAMES as PAIRS
+from ...io.pairs import PairSource
 from ...io.scaling import Scaling, magnitudes
-from ...io.split import RowSet
+from ...io.split import RowSet, by_source
 from ...text import counted, names_in_words
 from ..facts import Facts, compare, facts_in
 from .config import Config, checked
 from .fields import Count, Section
 from .log import logger
+from .sections import DataSection
+from .user_file import UserFile
 
 with needs("train", "the settings of a run"):
     from pydantic import ValidationError
@@ -89,7 +96,7 @@ def check_class_weights(config: Config, classes: int, where: str = "there are", 
 
 
 def class_weights_of(config: Config, data: Data, rows: RowSet) -> list[float] | None:
-    """Return the weight of each class in the loss, or None. Collective. The mean weight of the rows to train on is 1 if
+    """Return the weight of each class in the loss, or None. Collective. The mean weight of the rows of an epoch is 1 if
     weights are balanced; a class without such a row then has the weight 1. Raises Pmm3dError for weights that do not
     fit the data."""
     wanted = config.training.class_weights
@@ -99,9 +106,12 @@ def class_weights_of(config: Config, data: Data, rows: RowSet) -> list[float] | 
         check_class_weights(config, data.classes or 0, f"{data.path} has", f" ({names_in_words(names_of(data))})")
     if wanted != "balanced":
         return list(wanted)
-    [counts] = data.class_counts(rows)
-    present = counts > 0
-    return np.where(present, counts.sum() / (present.sum() * np.maximum(counts, 1)), 1.0).tolist()
+    counts, draws = data.class_counts(*by_source(rows, data.of_parts)), rows.draws
+    if draws is not None:  # a row of a mixture comes counts / rows times in an epoch
+        counts = counts * (draws.counts / draws.rows)[:, None]
+    total = counts.sum(axis=0)
+    present = total > 0
+    return np.where(present, total.sum() / (present.sum() * np.where(present, total, 1)), 1.0).tolist()
 
 
 def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
@@ -155,25 +165,60 @@ def sizes_in_file(config: Config) -> SampleSizes:
 
 
 def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
-    """Return the data set for training. other: the data set for training, to get that of data.validation_file."""
+    """Return the data set for training. other: the data set for training, to get that for validation. Collective."""
     section, network = config.data, config.network
-    file = section.file if other is None else section.validation_file
-    assert file is not None
+    source = _source(section, grid) if other is None else _validation_source(section, grid)
     if section.sequence is not None:
         return TokenDataSet(
-            grid, file, section.sequence, tokens=section.inputs, documents=section.documents, library=network.library
+            grid,
+            source,
+            section.sequence,
+            tokens=section.inputs,
+            documents=section.documents,
+            vocabulary=section.vocabulary,
+            token_dtype=_raw_type(section, other is None),
+            library=network.library,
         )
+    names = PAIRS if isinstance(source, PairSource) else (section.inputs, str(section.targets))
     classes = section.classes if not isinstance(other, DataSet) else names_of(other) or None
     return DataSet(
-        grid,
-        file,
-        section.inputs,
-        str(section.targets),
-        dtype=network.dtype,
-        library=network.library,
-        classes=classes,
-        labels=labels_of(config),
+        grid, source, *names, dtype=network.dtype, library=network.library, classes=classes, labels=labels_of(config)
     )
+
+
+def _source(section: DataSection, grid: Grid) -> AnySource:
+    """Return the source of the data for training. Collective."""
+    if section.mixture is not None:
+        return Mixture([*section.mixture.items()])
+    return section.file if section.build is None else _built(grid, "data.build", section.build)  # type: ignore
+
+
+def tokenizer_file(section: DataSection) -> Path | None:
+    """Return the first HDF5 file of the data for training, which may contain a tokenizer; None if there is none."""
+    return next((file for file in section.files if not is_mapped(file)), None)
+
+
+def _validation_source(section: DataSection, grid: Grid) -> AnySource:
+    name = section.validation_build
+    return section.validation_file if name is None else _built(grid, "data.validation_build", name)  # type: ignore
+
+
+def _raw_type(section: DataSection, training: bool) -> Any:
+    """Return the type of tokens for the data for training or for validation, which may be of different formats. It is
+    None for data without a raw file, unless both are: then `TokenDataSet` refuses the type."""
+    trained, held = any(map(is_raw, section.files)), bool(section.validation_file and is_raw(section.validation_file))
+    needed = trained if training else held
+    return section.token_dtype if needed or not (trained or held) else None
+
+
+def _built(grid: Grid, key: str, name: str) -> PairSource:
+    """Return the pairs of the object that a function of the user's file returns. Collective."""
+    file = UserFile(grid, key, name)
+    function = file.named("function", callable)
+    with grid.collective_call(key, name, always=True):
+        with file.running("raised an error"):
+            items = function()
+        return PairSource(items, f"{key} = {name}")
 
 
 @contextmanager
@@ -186,7 +231,7 @@ def opened(config: Config, grid: Grid, accept: Collection[str] = ()) -> Iterator
             check_targets(config, data)
         trained, held = parts_of(config, data)
         validation: Rows | None = (data, held) if len(held) else None
-        if section.validation_file is not None:
+        if section.validation_source is not None:
             other = _data_set(config, grid, data)
             stack.enter_context(closing(other))
             validation = other, RowSet(0, other.samples, other.samples)
@@ -197,25 +242,25 @@ def opened(config: Config, grid: Grid, accept: Collection[str] = ()) -> Iterator
 
 
 def _compare(config: Config, data: Data, other: Data, accept: Collection[str]) -> None:
-    """Raises Pmm3dError if the data set of data.validation_file does not fit that for training. Collective."""
-    section, grid = config.data, data.grid
+    """Raises Pmm3dError if the data set for validation does not fit that for training. Collective."""
+    grid = data.grid
     with grid.collective_call("training", sorted(accept)):
-        compare(data.facts, other.facts, accept, str(section.validation_file), rank=grid.rank, error=DataError)
+        compare(data.facts, other.facts, accept, other.path, rank=grid.rank, error=DataError)
         if isinstance(data, TokenDataSet) or isinstance(other, TokenDataSet):
             if other.classes != data.classes:
                 raise Pmm3dError(
-                    f"{section.validation_file} has a vocabulary of {other.classes} tokens, "
-                    f"{section.file} one of {data.classes}: convert both with the same tokenizer"
+                    f"{other.path} has a vocabulary of {other.classes} tokens, "
+                    f"{data.path} one of {data.classes}: convert both with the same tokenizer"
                 )
             return
         if (other.features, other.outputs) != (data.features, data.outputs):
             raise Pmm3dError(
-                f"{section.validation_file} has {other.features} features and {other.outputs} "
-                f"targets a row, {section.file} {data.features} and {data.outputs}"
+                f"{other.path} has {other.features} features and {other.outputs} "
+                f"targets a row, {data.path} {data.features} and {data.outputs}"
             )
     if data.class_names and not other.class_names and grid.rank == 0:
         logger.warning(
-            f"{section.validation_file} does not name its classes, so its labels are taken as the "
+            f"{other.path} does not name its classes, so its labels are taken as the "
             f"numbers of {names_in_words(data.class_names)}. pmm3d convert --class-names adds the names"
         )
 
@@ -224,7 +269,7 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
     """Return (the rows for training, the held-out rows). Collective. Raises Pmm3dError if no row is left for training
     or for validation, and for targets of one class."""
     section, grid = config.data, data.grid
-    share = 0.0 if section.validation_file is not None else section.validation
+    share = 0.0 if section.validation_source is not None else section.validation
     trained, held = data.split(
         share,
         seed=config.training.seed,
@@ -237,11 +282,11 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
         if share and not len(held):
             raise Pmm3dError(
                 f"data.validation = {share} holds out no row of {data.samples}: raise it, name a "
-                "data.validation_file, or set it to 0.0 for no validation"
+                "data.validation_file (or validation_build), or set it to 0.0 for no validation"
             )
         if data.classes == 1:
             raise Pmm3dError(
-                f"the targets {section.targets!r} of {section.file} have only one class. Name other "
+                f"the targets {section.targets!r} of {section.source} have only one class. Name other "
                 "targets, or convert with all classes"
             )
     if section.batch_size > len(trained) and grid.rank == 0 and grid.dry_run is None:
@@ -260,7 +305,7 @@ def loss_of(config: Config, classes: bool) -> str:
         loss = "cross_entropy" if classes else "mse"
     elif ":" not in loss and (loss == "cross_entropy") != classes:
         raise Pmm3dError(
-            f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.file} are "
+            f"training.loss is {loss}, but the targets {config.data.targets!r} of {config.data.source} are "
             f"{'classes (integers)' if classes else 'vectors (floating point)'}: leave training.loss "
             "out, or name other targets (data.targets)"
         )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ...errors import needs
 from ...layout import PIPE, SEQ, ULYSSES
+from ...text import names_in_words
 from ..optim import KINDS, Optimizer, Option
+from ..transformer.scaling import RotaryScaling
 from .described import WIDEST
 from .fields import (
     LARGEST,
@@ -29,6 +31,7 @@ from .fields import (
     Steps,
     Table,
     WarmUp,
+    Weights,
     Width,
     default_of,
     of_tokens,
@@ -83,25 +86,44 @@ class GridSection(Section):
 
 
 class DataSection(Section):
-    """The data set: HDF5, as `pmm3d convert` writes it."""
+    """The data: a file (`file`), files with weights (`mixture`), or an object of your own (`build`)."""
 
-    file: Place
-    """HDF5 file with data sets of samples and targets, with equal numbers of rows; or with a data set of tokens"""
+    file: Place | None = None
+    """HDF5 file, as `pmm3d convert` writes it, with data sets of samples and targets, with equal numbers of rows; or
+    with a data set of tokens. Also for tokens: a .bin file without a header, as nanoGPT writes it, or the .bin or .idx
+    file of an indexed data set of Megatron"""
+    mixture: Weights | None = None
+    """files in place of `file`, with the weight of each one: its share of the rows that are drawn. An epoch has as many
+    rows as the training rows of all files together. All rows of a file come before one comes again, over epochs too.
+    Held-out rows come once, whatever the weights; needs shuffle = true"""
+    build: Function | None = None
+    """a function build(), in place of `file`, that returns an object with __len__ and __getitem__, such as a Dataset of
+    torch, whose item is a pair (x, y) of numbers, arrays or tensors; for tokens, of `sequence` tokens and the tokens
+    that come next"""
     sequence: Annotated[int, Field(ge=2, le=LARGEST)] | None = None
     """for tokens: length of a sequence, which is a row of the data; the targets are the next tokens. Left out: the data
     are samples and targets"""
+    vocabulary: Width | None = None
+    """for tokens: number of different tokens; left out: that in the HDF5 file, which other data do not contain"""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """for tokens: their type in .bin files without a header (uint16 if left out; uint32 for a vocabulary above
+    65536)"""
     inputs: Name = Field(default_factory=lambda given: "tokens" if given.get("sequence") else "x")
-    """name of the data set of samples (x if left out), or of tokens (tokens if left out)"""
+    """name of the data set of samples (x if left out), or of tokens (tokens if left out); for HDF5 files"""
     targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
     """name of the data set of targets (y if left out; none for tokens). Integers are classes, floating point numbers
     are values; with training.loss mse or mae, integers are values too"""
     documents: Name | None = None
-    """for tokens: name of the data set of the first token of each document ("documents", if `pmm3d convert text` wrote
-    the file). A token then attends only to tokens of its document. Left out: to all tokens of its sequence"""
+    """for tokens: name of the data set of the first token of each document ("documents", if `pmm3d convert text` or
+    Megatron wrote the file). A token then attends only to tokens of its document. Left out: to all tokens of its
+    sequence"""
     validation: Share = 0.1
-    """share of the rows that is held out for validation if there is no validation_file; 0.0: no validation"""
+    """share of the rows that is held out for validation if there is no validation_file; 0.0: no validation; of a
+    mixture, the share of each file"""
     validation_file: Place | None = None
-    """HDF5 file for validation, instead of held-out rows"""
+    """file for validation, instead of held-out rows"""
+    validation_build: Function | None = None
+    """a function as `build`, for validation, instead of held-out rows"""
     batch_size: Count = Field(default_factory=lambda given: 16 if given.get("sequence") else 256)
     """rows of a batch, over the whole grid (256 if left out; for tokens 16 sequences). A step trains on one batch"""
     shuffle: bool = True
@@ -116,13 +138,51 @@ class DataSection(Section):
     """name of a data set with a number for each row: rows with the same number are held out together; with hold_out =
     random"""
     classes: Annotated[int, Field(ge=2, le=WIDEST)] | None = None
-    """number of classes; left out: the number of class names in the file, or 1 + the largest label"""
+    """number of classes; left out: the number of class names in the file, or 1 + the largest label. To find it, all
+    objects of `build` are read once"""
     standardize: bool | None = None
     """whether the columns of samples, and of targets that are values, are scaled to mean 0 and standard deviation 1 of
     the rows to train on. The scales are part of the network: `predict` returns the units of the targets. Left out: true
     if `pmm3d convert` made the file from a table (CSV, Parquet)"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
+
+    @property
+    def source(self) -> str:
+        """Name of the source of the data for training, for messages."""
+        if self.mixture is not None:
+            return f"the mixture of {names_in_words(map(str, self.mixture))}"
+        return str(self.file or self.build)
+
+    @property
+    def validation_source(self) -> Path | str | None:
+        """Name of the source of other data for validation: a file, or a function; None: held-out rows."""
+        return self.validation_file or self.validation_build
+
+    @property
+    def files(self) -> list[Path]:
+        """Files of the data for training."""
+        return [each for each in (self.file, *(self.mixture or ())) if each is not None]
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        given = [name for name in ("file", "mixture", "build") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "the data are missing: set file, mixture or build"
+                if not given
+                else f"{' and '.join(given)} are given: leave all but one of file, mixture and build out"
+            )
+        if self.validation_file is not None and self.validation_build is not None:
+            raise ValueError("validation_file and validation_build are given: leave one of them out")
+        named = self.inputs not in ("x", "tokens") or self.targets not in ("y", None)
+        if self.build is not None and self.validation_file is None and named:
+            raise ValueError("inputs and targets name data sets of files, which build has not: leave them out")
+        if self.mixture is not None and not self.shuffle:
+            raise ValueError(
+                "mixture draws rows in a random order, by training.seed: leave shuffle = false out, or name one file"
+            )
+        return self
 
 
 class NetworkSection(Section):
@@ -146,9 +206,15 @@ class NetworkSection(Section):
     layers: Width | None = of_tokens(4)
     """number of blocks (gpt, llama: 4 if left out)"""
     heads: Width | None = of_tokens(4)
-    """heads of attention, a divisor of hidden (gpt, llama: 4 if left out)"""
+    """heads of attention, a divisor of hidden unless head_dim is given (gpt, llama: 4 if left out)"""
     kv_heads: Width | None = of_tokens(None)
     """heads of keys and values (gpt, llama: as many as heads if left out)"""
+    head_dim: Width | None = of_tokens(None)
+    """columns of a head (gpt, llama: hidden / heads if left out)"""
+    qkv_bias: bool | None = default_of(llama=False)
+    """whether queries, keys and values have biases, as in Qwen 2 (llama: false if left out)"""
+    qk_norm: bool | None = default_of(llama=False)
+    """whether each head of queries and keys is normalized, as in Qwen 3 (llama: false if left out)"""
     mlp: Width | None = of_tokens(None)
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
@@ -161,6 +227,11 @@ class NetworkSection(Section):
     """number of tokens that a token attends to: itself and previous tokens (gpt, llama: all of them if left out)"""
     rotary_base: Positive | None = default_of(llama=10000.0)
     """base of the rotary positions (llama: 10000.0 if left out)"""
+    rotary_scaling: dict[str, Any] | None = default_of(
+        llama=None, values='a table, such as {rope_type = "linear", factor = 4.0}'
+    )
+    """scaling of the rotary positions: rope_type (linear, dynamic, yarn or llama3) and its keys, as in nn.Llama (llama:
+    none if left out)"""
     eps: Positive | None = of_tokens(1e-5)
     """added to the mean square, or to the variance, in norms (gpt, llama: 1e-05 if left out)"""
     tied: bool | None = default_of(gpt=True, llama=False)
@@ -211,6 +282,12 @@ class NetworkSection(Section):
                 "replay is for a network of build: leave it out, because other networks are replayed anyway"
             )
         return self
+
+    @field_validator("rotary_scaling")
+    @classmethod
+    def _scaling_fits(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        RotaryScaling.of(given, "rotary_scaling", 1, ValueError)
+        return given
 
     @model_validator(mode="after")
     def _hidden_fits(self) -> NetworkSection:

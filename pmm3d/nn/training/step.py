@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from math import isfinite, sqrt
 from typing import Any, NamedTuple
 
@@ -61,6 +60,9 @@ def step_agreement(
 
     square: a number, or squares to be added in their order; parent: grid of the ranks that agree, default `grid`.
 
+    The agreement also compares, among the ranks of `grid`, the backward passes since the last one, and which program
+    was replayed (`BackwardSync.programs_differ`).
+
     Raises DisagreementError, on every rank, if backward passes since the last agreement used different parameters.
 
         >>> with Grid() as grid:
@@ -68,23 +70,24 @@ def step_agreement(
         Agreed(loss=1.0, norm=0.0, request=1, failed=False)
     """
     parallel, everyone = BackwardSync.of(grid), (parent or grid).everyone
-    stages, own = everyone.size // grid.size, np.atleast_1d(square)
-    digests, stage = np.zeros((2, stages)), parent.axis(PIPE).index if parent is not None and stages > 1 else 0
-    digests[:, stage] = parallel.digest, parallel.digest**2
-    ends = 0 if request < END else 1 if request == END else everyone.size + 1
-    with grid.ledger.phase("agreement"):
-        total = everyone.all_reduce(
-            np.array([loss, request == SAVE, ends, failed, parallel.proposal, *digests.flat, *own]), agreed=True
-        ).wait()
-    loss, saves, ends, failures, parallel.proposals, *rest = total.tolist()
-    squares = rest[2 * stages :]
+    stages = everyone.size // grid.size
+    stage = parent.axis(PIPE).index if parent is not None and stages > 1 else 0
+    digests = [0.0] * (4 * stages)
+    digests[stage::stages] = parallel.digest, parallel.digest**2, parallel.program, parallel.program**2
+    asks = 0 if request < END else 1 if request == END else everyone.size + 1
+    squares = np.atleast_1d(square).tolist() if isinstance(square, np.ndarray) else [square]
+    loss, saves, ends, failures, parallel.proposals, *rest = parallel.summed(
+        everyone, [loss, request == SAVE, asks, failed, parallel.proposal, *digests, *squares]
+    )
     differ = [int(one) ** 2 != grid.size * int(two) for one, two in zip(rest[:stages], rest[stages:])]
     if any(differ) and grid.dry_run is None:
         with grid.parent.collective_call("backward", always=True) if stages > 1 else nullcontext():
             if differ[stage]:
                 parallel.explain()
+    programs, squared = rest[2 * stages + stage : 4 * stages : stages]
+    parallel.programs_differ = programs**2 != grid.size * squared and grid.dry_run is None
     asked = INTERRUPT if ends > everyone.size else END if ends else SAVE if saves else 0
-    return Agreed(loss, sqrt(abs(sum(squares))), asked, failures > 0)
+    return Agreed(loss, sqrt(abs(sum(rest[4 * stages :]))), asked, failures > 0)
 
 
 def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
@@ -159,20 +162,20 @@ def train_step(
     if isinstance(network, Pipeline):
         network._check_ended()
     grid, inputs = network.grid, [x for x, _ in batches]
-    tape, factor = Tape.of(grid), 1.0 if scale is None else scale.value
-    replays, facts = Replays.of(network), facts_of(network, loss, batches, factor)
+    replays, factor = Replays.of(network), 1.0 if scale is None else scale.value
+    replays.scale.value, facts = factor, facts_of(network, loss, batches, factor)
 
     def passes(batches: Sequence[Batch]) -> list[Tensor]:
-        executor = Executor(network, [x for x, _ in batches], factor)
-        return executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
+        tape, executor = Tape.of(grid), Executor(network, [x for x, _ in batches], replays.scale)
+        with unchanged(grid), tape.set(summing=False), override(tape.parallel, defers_agreement=True):
+            return executor.run(weighted(grid, loss, batches) if executor.has_last_stage else None)
 
-    with unchanged(grid), tape.set(summing=False), override(tape.parallel, defers_agreement=True):
-        losses = replays.run(facts, network, batches, passes)
-        if isinstance(network, Pipeline):
-            network._sum_tied()
-        agree = agree or partial(step_agreement, grid, parent=network.parent_grid)
-        agreed = agree(sum(map(local_loss, losses)), local_norm_squared(network, optimizer))
-        replays.agreed()
+    losses = replays.run(facts, network, batches, passes)
+    if isinstance(network, Pipeline):
+        network._sum_tied()
+    own, square = sum(map(local_loss, losses)), local_norm_squared(network, optimizer)
+    agreed = step_agreement(grid, own, square, parent=network.parent_grid) if agree is None else agree(own, square)
+    replays.agreed()
     value, norm = agreed.loss, agreed.norm / factor
     if scale is None:
         if check is not None:

@@ -20,13 +20,13 @@ from ..compute import TensorSpec, computing
 from ..contract import EVERYTHING, Gradient
 from ..elementwise import Elementwise, map_elementwise
 from ..functional import check_probability
-from ..operations import check_unit, split
+from ..parts import check_unit, split
 from ..tensor import Tensor, as_tensor, relayout, summed
 from .cache import Cache, rows_of_sequence
 from .kernel import Partial, attend, attend_backward
 from .ring import Ring, Segment, in_turn, shares, uncut_sequences
 from .sequence import INSIDE, by_heads, chosen, nodes_along_seq
-from .visible import BLOCK, Dropout, Rows, Visible
+from .visible import BLOCK, Dropout, Pairs, Rows, Visible, block_pairs
 
 TYPES = ("float16", "bfloat16", "float32", "float64")
 """Element types of attention."""
@@ -185,7 +185,12 @@ def _documents(q: Tensor, documents: Tensor | None) -> np.ndarray | None:
         )
     rows = tuple(axis for axis in q.layout.rows if axis not in INSIDE)
     documents = relayout(documents, layout_of(rows, (), (), (q.layout.units[0], 1)))
-    return documents.library.to_numpy(documents.shard)[:, 0] if documents.library.has_data else None
+    library, shard = documents.library, documents.shard
+    if not library.has_data:
+        return None
+    numbers = np.empty(shard.shape, library.dtype(shard))
+    call(q.grid.engine, lambda shard, out: np.copyto(out, library.to_numpy(shard)), shard, numbers, writes=[numbers])
+    return numbers[:, 0]
 
 
 def _check(
@@ -371,6 +376,12 @@ class _Local:
         documents = self.documents[start : start + size].reshape(segment.number, -1)
         return Rows(segment.position[piece], documents[:, piece])
 
+    def pairs(self, queries: Rows, keys: Rows) -> Pairs | None:
+        """Pairs of blocks (`block_pairs`), or None if they may differ in each call: with documents, or in a Cache."""
+        if self.documents is not None or self.cache is not None:
+            return None
+        return block_pairs(queries, keys, self.visible)
+
     def sees(self, run: Run, own: Segment) -> Visible:
         dropout = self.visible.dropout
         if dropout is None:
@@ -399,10 +410,13 @@ class _Local:
         lse = grid.workspace.array((rows * cols // self.size,), spec.accumulation.dtype, spec.library)
         for share in self.shares:
             own, fresh = share.own, True
-            here, arrays = self.rows(own), (q[own.rows], wide[own.rows], self.lse(lse, own))
+            here, number = self.rows(own), own.number
+            arrays = self.heads(q[own.rows], number), self.heads(wide[own.rows], number), self.lse(lse, own)
             for visit, part in in_turn(share, keys_and_values, (), ring.forward(share)):
-                step = partial(self.visit, own, here, self.rows(visit.keys, visit.piece), fresh, part)
-                call(grid.engine, step, *arrays, *visit.arrays)
+                keys = self.rows(visit.keys, visit.piece)
+                step = partial(self.visit, own, here, keys, self.pairs(here, keys), fresh, part)
+                of_keys = [self.heads(each, number) for each in visit.arrays]
+                call(grid.engine, step, *arrays, *of_keys, **{"writes" if fresh else "updates": arrays[1:]})
                 fresh = False
         local = self.rounded(spec, wide)
         saved = {
@@ -423,19 +437,21 @@ class _Local:
         own: Segment,
         here: Rows,
         keys: Rows,
+        pairs: Pairs | None,
         fresh: bool,
         part: str,
-        q: Array,
+        queries: Array,
         out: Array,
         lse: Array,
-        *keys_and_values: Array,
+        key: Array,
+        value: Array,
     ) -> None:
-        """Attention of a segment of queries to the keys of a visit. See `kernel.attend`."""
+        """Attention of a segment of queries to the keys of a visit. See `kernel.attend`. Arrays are those of `heads`
+        and `lse`."""
         grid = self.q.grid
-        queries, out, key, value = (self.heads(each, own.number) for each in (q, out, *keys_and_values))
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
-            keys = Rows(np.arange(key.shape[2]))
+            here, keys = Rows(self.cache.positions(len(own.position))), Rows(np.arange(key.shape[2]))
         with computing(grid, "attention", self.work(2, own, keys), "attention"):
             for run in self.runs:
                 attend(
@@ -451,6 +467,7 @@ class _Local:
                     Partial(out[:, run.of_q], lse[:, run.of_q]),
                     fresh,
                     part,
+                    pairs,
                 )
 
     def gradients(self, gradient: Array, *saved: Array) -> list[Gradient]:
@@ -462,10 +479,15 @@ class _Local:
         dq, *totals = self.parts(of_operands)
         for share in self.shares:
             here, own = self.rows(share.own), share.own
-            arrays = *(each[own.rows] for each in (q, out, gradient, dq)), self.lse(lse, own)
+            arrays = *(self.heads(each[own.rows], own.number) for each in (q, out, gradient, dq)), self.lse(lse, own)
             for visit, part in in_turn(share, (k, v), totals, ring.backward(share, totals)):
-                step = partial(self.visit_backward, own, here, self.rows(visit.keys, visit.piece), part)
-                call(grid.engine, step, *arrays, *visit.arrays, *visit.gradients)
+                keys = self.rows(visit.keys, visit.piece)
+                step = partial(self.visit_backward, own, here, keys, self.pairs(here, keys), part)
+                of_keys, grown = (
+                    [self.heads(each, own.number) for each in group] for group in (visit.arrays, visit.gradients)
+                )
+                written = {"writes" if self.fresh else "updates": [arrays[3], *grown]}
+                call(grid.engine, step, *arrays, *of_keys, *grown, **written)
         return [
             Gradient(self.rounded(spec, each), self.of_gradient(spec)) for spec, each in zip(self.specs, of_operands)
         ]
@@ -475,18 +497,20 @@ class _Local:
         own: Segment,
         here: Rows,
         keys: Rows,
+        pairs: Pairs | None,
         part: str,
-        q: Array,
-        out: Array,
-        gradient: Array,
-        dq: Array,
+        queries: Array,
+        result: Array,
+        dout: Array,
+        slope: Array,
         lse: Array,
-        *of_keys: Array,
+        key: Array,
+        value: Array,
+        dk: Array,
+        dv: Array,
     ) -> None:
-        """Add the gradients of `visit`. of_keys: keys, values and their gradients. See `kernel.attend_backward`."""
+        """Add the gradients of `visit`. See `kernel.attend_backward`. Arrays are those of `heads` and `lse`."""
         grid = self.q.grid
-        queries, result, dout, slope = (self.heads(each, own.number) for each in (q, out, gradient, dq))
-        key, value, dk, dv = (self.heads(each, own.number) for each in of_keys)
         with computing(grid, "attention", self.work(5, own, keys), "attention backward"):
             for run in self.runs:
                 attend_backward(
@@ -507,6 +531,7 @@ class _Local:
                     dv[:, run.of_k],
                     self.fresh,
                     part,
+                    pairs,
                 )
 
     def of_gradient(self, spec: TensorSpec) -> Layout:
@@ -520,7 +545,8 @@ class _Local:
         if spec == spec.accumulation:
             return wide
         out = spec.new()
-        call(spec.grid.engine, lambda wide, out: map_elementwise(spec, None, AS_IT_IS, wide, out=out), wide, out)
+        cast = lambda wide, out: map_elementwise(spec, None, AS_IT_IS, wide, out=out)
+        call(spec.grid.engine, cast, wide, out, writes=[out])
         return out
 
     def work(self, gemms: int, own: Segment, keys: Rows) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, ulp
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..arithmetic import add, multiply
 from ..dense import OTHER
 from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
 from ..module import Module
-from ..operations import split
+from ..parts import split
 from ..precision import Precision
 from ..recompute import Recompute
 from ..seeds import check_grid, derived, seed_of
@@ -24,6 +24,7 @@ from ..tensor import Tensor, relayout
 from .attention import attention
 from .cache import rows_of_sequence
 from .rotary import rotary
+from .scaling import RotaryScaling
 from .sequence import chosen
 
 POSITIVE = ulp(0.0)
@@ -34,8 +35,8 @@ GATE_UNIT = 64
 
 
 class CoreAttention(Module):
-    """Part of `Attention` between the projections, without parameters. turns: as from `qkv_turns`. rule: arguments of
-    `attention`."""
+    """Part of `Attention` between the projections. turns: as from `qkv_turns`. norms: of queries and of keys, or none.
+    rule: arguments of `attention`."""
 
     replays, arguments = True, ("calls",)
 
@@ -46,20 +47,24 @@ class CoreAttention(Module):
         turns: Sequence[int],
         *,
         rotary_base: float | None,
+        scaling: RotaryScaling | None,
+        norms: Sequence[RMSNorm],
         dropout: float,
         seed: int,
         **rule: Any,
     ):
         self.grid, self.columns, self.turns, self.rotary_base, self.rule = grid, size, turns, rotary_base, rule
-        self.dropout, self.seed, self.calls = dropout, seed, 0
+        self.dropout, self.seed, self.calls, self.scaling, self.norms = dropout, seed, 0, scaling, norms
 
     def forward(self, fused: Tensor, documents: Tensor | None = None) -> Tensor:
         size, operands = self.columns, [fused]
-        if self.rotary_base is not None or self.turns != 3 * (size,):
+        if self.rotary_base is not None or self.norms or self.turns != 3 * (size,):
             q, k, v = split(fused, self.turns)
             k, v = (_with_uncut_heads(each, size) for each in (k, v))
+            if self.norms:
+                q, k = (norm(each) for norm, each in zip(self.norms, (q, k)))
             if self.rotary_base is not None:
-                q, k = (rotary(each, size, base=self.rotary_base) for each in (q, k))
+                q, k = (rotary(each, size, base=self.rotary_base, scaling=self.scaling) for each in (q, k))
             operands = [q, k, v]
         dropout = self.dropout if self.training else 0.0
         if dropout:
@@ -86,17 +91,27 @@ class Attention(Module):
     grid : Grid
         The grid of the parameters.
     hidden : int
-        Columns of the input and of the result, a multiple of `heads`.
+        Columns of the input and of the result.
     heads : int
         Number of query heads.
     kv_heads : int or None
         Number of heads of keys and values, a divisor of `heads`. Default: `heads`.
+    head_dim : int or None
+        Columns of a head. Default: hidden / heads.
     causal, window
         As in `transformer.attention`.
     rotary_base : float or None
         Base of the rotary positions of queries and keys. Default: no rotation.
+    rotary_scaling : mapping or None
+        Scaling of rotary positions, as in `Llama`. Default: none.
     bias : bool
         Whether projections have a bias. Default: True.
+    qkv_bias : bool or None
+        Whether the projection to queries, keys and values has a bias. Default: `bias`.
+    qk_norm : bool
+        Whether each head of queries and of keys is normalized by an `RMSNorm`, before the rotation. Default: False.
+    eps : float
+        Term that these norms add to the mean square. Default: 1e-6.
     dropout : float
         Dropout probability of the softmax weights. Default: 0.
     recompute : bool
@@ -126,10 +141,13 @@ class Attention(Module):
     net(x, documents=None): x is (m, hidden), with rows in units of a sequence, as returned by `Embedding`. documents is
     (m, 1), integers: a row attends only to rows of the same document.
 
-    `qkv.weight` is (hidden, (heads + 2 kv_heads) size). Each query head is followed by its share of the columns of its
-    key and value. The axis x cuts between these units, so any number of query heads is allowed. If `kv_heads` is not a
-    multiple of the ranks along x, keys and values are gathered: each rank receives (Gx-1)/Gx of 2 kv_heads size
-    columns.
+    `qkv.weight` is (hidden, (heads + 2 kv_heads) head_dim), and `out.weight` is (heads head_dim, hidden). Each query
+    head is followed by its share of the columns of its key and value. The axis x cuts between these units, so any
+    number of query heads is allowed. If `kv_heads` is not a multiple of the ranks along x, keys and values are
+    gathered: each rank receives (Gx-1)/Gx of 2 kv_heads head_dim columns.
+
+    With `qk_norm`, `q_norm.gain` and `k_norm.gain` are (1, head_dim). All ranks hold them, and all heads share them.
+    The norms send nothing. Their gradients are also summed over x.
 
     Examples
     --------
@@ -150,10 +168,15 @@ class Attention(Module):
         heads: int,
         *,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
         causal: bool = True,
         window: int | None = None,
         rotary_base: float | None = None,
+        rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         bias: bool = True,
+        qkv_bias: bool | None = None,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
         dropout: float = 0.0,
         recompute: bool = False,
         activations: str = "replicated",
@@ -166,44 +189,52 @@ class Attention(Module):
         check_grid("Attention", grid)
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
-        if hidden % heads or heads % kv_heads:
-            raise LayoutError(
-                "Attention: hidden must be a multiple of heads, and heads of kv_heads; got "
-                f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}"
-            )
-        size = hidden // heads
+        size = head_size("Attention", hidden, heads, kv_heads, head_dim)
+        for name, given in ("qkv_bias", bias if qkv_bias is None else qkv_bias), ("qk_norm", qk_norm):
+            if given not in (True, False):
+                raise LayoutError(f"Attention: {name} is true or false; got {given!r}")
         if rotary_base is not None and size % 2:
-            raise LayoutError(
-                f"Attention: rotary positions need heads of an even size; {hidden} columns in {heads} "
-                f"heads are {size} each"
-            )
+            raise LayoutError(f"Attention: rotary positions need heads of an even size; a head has {size} columns")
         if rotary_base is not None:
             rotary_base = real(
                 rotary_base, "Attention: rotary_base must be a positive number, such as 10000", POSITIVE, LayoutError
             )
+        scaling = RotaryScaling.of(rotary_scaling, "Attention: rotary_scaling")
+        if scaling is not None and rotary_base is None:
+            raise LayoutError("Attention: rotary_scaling needs rotary positions: pass rotary_base too")
+        if scaling is not None and rotary_base is not None:
+            scaling.check(size, rotary_base, "Attention: rotary_scaling")
         if window is not None:
             window = natural(window, "Attention: window is a number of rows, at least 1", 1, Pmm3dError)
         dropout = functional.check_probability("Attention: dropout", dropout)
         chosen(parallel, Layout(), 1, grid.shape, (0, 0), False)  # raises for an unknown method, or axes that it lacks
         self.grid, self.turns = grid, qkv_turns(heads, kv_heads, size)
         self.heads, self.causal, self.window, self.rotary_base = heads, causal, window, rotary_base
+        self.rotary_scaling = scaling
         seed = seed_of(grid, seed)
         self.qkv = Linear(
             grid,
             hidden,
-            hidden + 2 * kv_heads * size,
-            bias,
+            (heads + 2 * kv_heads) * size,
+            bias if qkv_bias is None else qkv_bias,
             unit=sum(self.turns),
             activations=activations,
             deviation=deviation,
             seed=derived(seed, 0),
             **options,
         )
+        norms = list[RMSNorm]()
+        if qk_norm:
+            self.q_norm, self.k_norm = norms = [
+                RMSNorm(grid, number * size, eps, unit=size, **options) for number in (heads, kv_heads)
+            ]
         core = CoreAttention(
             grid,
             size,
             self.turns,
             rotary_base=rotary_base,
+            scaling=scaling,
+            norms=norms,
             dropout=dropout,
             seed=derived(seed, 1),
             causal=causal,
@@ -213,7 +244,7 @@ class Attention(Module):
         self.core = Recompute(core) if recompute else core
         self.out = Linear(
             grid,
-            hidden,
+            heads * size,
             hidden,
             bias,
             activations=activations,
@@ -246,6 +277,20 @@ def _scaled(layer: str, deviation: float | None, residual: float) -> float | Non
     if deviation is None and residual != 1:
         raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None. Pass deviation too")
     return None if deviation is None else deviation * residual
+
+
+def head_size(
+    what: str, hidden: int, heads: int, kv_heads: int, head_dim: int | None, error: type[Exception] = LayoutError
+) -> int:
+    """Columns of a head: `head_dim`, or else hidden / heads. Raises `error` for sizes that do not fit together."""
+    if (head_dim is None and hidden % heads) or heads % kv_heads:
+        raise error(
+            f"{what}: hidden must be a multiple of heads unless head_dim is given, and heads of kv_heads; got "
+            f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}"
+        )
+    return natural(
+        hidden // heads if head_dim is None else head_dim, f"{what}: head_dim is a whole number, at least 1", 1, error
+    )
 
 
 def qkv_turns(heads: int, kv_heads: int, size: int) -> tuple[int, int, int]:
@@ -377,7 +422,7 @@ class TransformerBlock(Module):
     activation, gated
         As in `FeedForward`.
     norm, eps
-        "layer" (default) or "rms", and eps of the norm. Default of `eps`: 1e-5.
+        "layer" (default) or "rms", and eps of all norms. Default of `eps`: 1e-5.
     bias
         As in `Attention`.
     dropout : float
@@ -442,7 +487,9 @@ class TransformerBlock(Module):
             **options,
         }
         self.norm1 = NORMS[norm](grid, hidden, eps, **options)
-        self.attention = Attention(grid, hidden, heads, dropout=dropout, seed=derived(seed, 0), **layers, **attention)
+        self.attention = Attention(
+            grid, hidden, heads, dropout=dropout, seed=derived(seed, 0), eps=eps, **layers, **attention
+        )
         self.norm2 = NORMS[norm](grid, hidden, eps, **options)
         self.mlp = FeedForward(
             grid, hidden, 4 * hidden if mlp is None else mlp, activation, gated=gated, seed=derived(seed, 1), **layers

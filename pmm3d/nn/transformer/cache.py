@@ -18,7 +18,8 @@ class Cache(AbstractContextManager["Cache"]):
 
     Each pass begins with `begin`. In all passes, a rank has the same whole sequences. The n-th `attention` of a pass
     continues the n-th `attention` of earlier passes. total: length of the sequences, for which the first pass allocates
-    memory. length, rows: rows of each sequence before this pass, and in this pass.
+    memory. length, rows: rows of each sequence before this pass, and in this pass. Instructions of a recorded pass read
+    `length` when they run.
     """
 
     def __init__(self, grid: Grid, total: int):
@@ -33,6 +34,10 @@ class Cache(AbstractContextManager["Cache"]):
     def begin(self, rows: int) -> None:
         """Begin a pass with this number of rows of each sequence."""
         self.length, self.rows, self._next = self.length + self.rows, rows, 0
+
+    def restart(self) -> None:
+        """Begin the same pass again, which then stores the same keys and values again."""
+        self._next = 0
 
     def clear(self) -> None:
         """Forget the rows of all passes. The next pass begins the sequences, in the memory of the earlier passes."""

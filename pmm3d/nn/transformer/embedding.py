@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from ...arrays import Array, NumpyLibrary
+from ...arrays import Array
 from ...comm import Grid, call
-from ...errors import DTypeError, LayoutError, Pmm3dError
-from ...layout import Box, Layout, order_of
+from ...errors import LayoutError
+from ...layout import Layout, order_of
 from ...layout.layout import layout_of, unit_of
 from ...product import DistMatrix
 from ...product.constructors import Library
-from ..compute import array_namespace, computing, local_results
-from ..contract import LazyMatrix
-from ..dense import OTHER, cuts_inside, weight_layout
+from ..compute import local_results
+from ..dense import cuts_inside, weight_layout
 from ..layers import Dropout, check_activations, check_sizes, parameter
+from ..lookup import Indices, check_indices, looked_up, redistributed
 from ..module import Module
-from ..parallel import BackwardSync
-from ..parameter import Parameter
 from ..precision import Precision
 from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
@@ -29,6 +24,7 @@ from .cache import Cache, rows_of_sequence
 from .sequence import layout_of_tokens, row_positions
 from .sequence import positions as positions_in
 
+TOKENS = Indices("embedding", "tokens", "(batch x sequence, 1)", "the token", "the vocabulary is {count}")
 DEVIATION = 0.02
 """Standard deviation of the normal distribution of initial values, as in GPT-2."""
 
@@ -55,7 +51,9 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     Pmm3dError
         On every rank, for a token outside the vocabulary.
     LayoutError, DTypeError
-        On every rank, if tokens are not a column of integers.
+        On every rank, if tokens are not a column of integers, or have partial sums.
+    GridError
+        On every rank, if the tokens are on another Grid.
 
     Notes
     -----
@@ -75,111 +73,16 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
            [ 0., 10.]])
     """
     matrix = tokens.value if isinstance(tokens, Tensor) else tokens
-    call(matrix.grid.engine, partial(check_tokens, matrix, table.shape[1]))
-    return _looked_up(matrix, table)
-
-
-def _looked_up(matrix: DistMatrix, table: Tensor) -> Tensor:
-    """`embedding` of tokens that were checked."""
-    rows = tuple([axis for axis in matrix.layout.rows if axis not in OTHER])
-    if matrix.layout.named != rows:
-        matrix = _redistributed(matrix, layout_of(rows, (), (), (matrix.layout.units[0], 1)))
-    k = next((axis for axis in OTHER if table.layout == weight_layout(axis, table.layout.units)), None)
-    gathers = k is not None and isinstance(table, Parameter)
-    k = k or "y"
-    if not gathers:
-        table = relayout(table, layout_of((k,), (OTHER[k],)))
-    units = table.layout.units
-    natural = layout_of(rows, (k,), (OTHER[k],), (matrix.layout.units[0], units[0]))
-    spec = table.spec.like((matrix.shape[0], table.shape[0]), natural)
-    full = BackwardSync.of(table.grid).weights.gathered(table, table.tape.phase) if gathers else table.shard
-    engine, library, xp, shape, out = (
-        table.grid.engine,
-        spec.library,
-        array_namespace(full),
-        tuple(full.shape),
-        spec.new(),
-    )
-    index, *inside = local_results(table.grid, partial(_own_tokens, matrix, library, table.box, table.shape[1]))
-
-    def forward(full: Array, out: Array, index: Array, *inside: Array) -> None:
-        with computing(spec.grid, "embedding", name="embedding"):
-            if shape[1]:
-                out[...] = library.columns(full, index).T
-            if inside:
-                out[...] = xp.where(inside[0], out, 0)
-
-    def backward(beta: int, gradient: Array, out: Array, index: Array, *inside: Array) -> None:
-        with computing(spec.grid, "embedding", name="embedding backward"):
-            if not beta:
-                out[...] = 0
-            if shape[1]:
-                own = xp.where(inside[0], gradient, 0) if inside else gradient
-                library.add_columns(out, index, library.astype(own, library.dtype(out)), spec.grid.workspace)
-
-    def rule(gradient: Array, *places: Array) -> tuple[LazyMatrix]:
-        def fill(out: Array, beta: int, _: slice) -> None:
-            call(engine, partial(backward, beta), gradient, out, *places)
-
-        return (LazyMatrix(layout_of((k,), (OTHER[k],), rows, units), shape, fill, "reduce dW"),)
-
-    call(engine, forward, full, out, index, *inside)
-    saved = dict(zip(("embedding.index", "embedding.inside"), (index, *inside)))
-    return table.from_op(out, (table,), rule, keep=saved, shape=spec.shape, layout=natural)
-
-
-def _redistributed(tokens: DistMatrix, layout: Layout) -> DistMatrix:
-    """Tokens in another layout, with the same `labels_below`."""
-    local = local_results(tokens.grid, lambda: tokens.redistribute(layout).local)
-    moved = DistMatrix(tokens.grid, local, tokens.shape, layout)
-    moved.labels_below = tokens.labels_below
-    return moved
-
-
-def _own_tokens(tokens: DistMatrix, library: NumpyLibrary, box: Box, vocabulary: int) -> tuple[Array, ...]:
-    """For each token of this rank, the column in the rank's block of the table, and whether the token is in the block.
-    The second array is left out if the block has the whole vocabulary."""
-    held = tokens.local.reshape(-1)
-    if tokens.library != library:
-        held = library.from_numpy(tokens.library.to_numpy(held), "int64")
-    held = library.astype(held, "int64")
-    if box.shape[1] == vocabulary:
-        return (held,)
-    inside = (held >= box.c0) & (held < box.c1)
-    return (held - box.c0).clip(0, max(0, box.shape[1] - 1)), inside[:, None]
-
-
-def check_tokens(tokens: DistMatrix, vocabulary: int) -> None:
-    """Raises LayoutError, DTypeError or Pmm3dError, on every rank, for invalid tokens. On a device, values of tokens
-    with a known `labels_below` are not checked, because the host would wait for the device."""
-    known = tokens.labels_below is not None and tokens.labels_below <= vocabulary and not tokens.library.on_host
-    with nullcontext() if known else tokens.grid.collective_call("embedding"):
-        if tokens.shape[1] != 1:
-            raise LayoutError(
-                "embedding: tokens must be a matrix of one column, (batch x sequence, 1); got "
-                f"{tokens.shape[0]} x {tokens.shape[1]}"
-            )
-        if not tokens.dtype.startswith(("int", "uint")):
-            raise DTypeError(
-                f"embedding: tokens must be integers; got {tokens.dtype}. Convert them, for example by "
-                "DistMatrix.from_global(grid, array.astype('int64'), layout=...)"
-            )
-        if known or not tokens.library.has_data:
-            return
-        host = tokens.library.to_numpy(tokens.local).reshape(-1)
-        wrong = np.flatnonzero((host < 0) | (host >= vocabulary))
-        if len(wrong):
-            raise Pmm3dError(
-                f"embedding: row {tokens.box.r0 + wrong[0]} has the token {host[wrong[0]]}; the "
-                f"vocabulary is {vocabulary}, so tokens are 0 to {vocabulary - 1}"
-            )
+    call(table.grid.engine, partial(check_indices, TOKENS, matrix, table.shape[1], table.grid))
+    return looked_up("embedding", matrix, table)
 
 
 def positions_of(x: Tensor) -> Array:
     """Position in its sequence of each row of this rank: int64, in the library of x."""
     box, cache = x.box, Cache.of(x.grid)
-    if cache is not None:
-        return x.library.made((box.shape[0],), "int64", lambda: cache.positions(box.shape[0]))
+    if cache is not None:  # a recorded pass reads the length of the cache in each replay
+        made = partial(x.library.made, (box.shape[0],), "int64", partial(cache.positions, box.shape[0]))
+        return local_results(x.grid, made)
     return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], box))
 
 
@@ -284,12 +187,12 @@ class Embedding(Module):
             )
         wanted = self._layout(tokens, max(1, sequence))
         tokens, *more = (
-            each if each.layout == wanted else Tensor(_redistributed(each.value, wanted)) for each in (tokens, *others)
+            each if each.layout == wanted else Tensor(redistributed(each.value, wanted)) for each in (tokens, *others)
         )
         x = embedding(tokens, self.table)
         if self.positions is not None:
             places = DistMatrix(grid, positions_of(tokens)[:, None], tokens.shape, tokens.layout)
-            x = x + _looked_up(places, self.positions)
+            x = x + looked_up("embedding", places, self.positions)
         x = self.dropout(relayout(x, residual_layout(x, self.activations)))
         return (x, *more) if more else x
 
@@ -307,7 +210,7 @@ class Embedding(Module):
 def _columns(tokens: DistMatrix) -> list[Tensor]:
     """Tokens and document numbers as two matrices."""
     if tokens.layout.cols or tokens.layout.sums:
-        tokens = _redistributed(tokens, layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
+        tokens = redistributed(tokens, layout_of(tokens.layout.rows, (), (), (tokens.layout.units[0], 1)))
     made = [
         DistMatrix(tokens.grid, tokens.local[:, column : column + 1], (tokens.shape[0], 1), tokens.layout)
         for column in range(2)

@@ -46,7 +46,8 @@ class Published(Sequential):
         path : path
             A file whose name ends in .safetensors, or a folder for from_pretrained of the transformers package.
         names : str or None
-            "gpt2" for a GPT, "llama" for a Llama, or "torch". Default: the published names, or else "torch".
+            "gpt2" for a GPT, "llama" for a Llama, Mistral or Qwen, or "torch". Default: the published names, or else
+            "torch".
 
         Examples
         --------

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...comm import Grid, digest
+from ...arrays import Array, NumpyLibrary
+from ...comm import Grid, call, digest
 from ...errors import LayoutError, Pmm3dError
 from ...layout import Layout, natural
 from ...layout.layout import layout_of
@@ -15,6 +17,8 @@ from ...product import DistMatrix
 from ..contexts import unchanged
 from ..exchange import whole_of
 from ..module import Module
+from ..recorded_passes import Passes
+from ..recorded_steps import facts_of_pass
 from ..tensor import Tensor, relayout
 from .blocks import CoreAttention
 from .cache import Cache
@@ -145,16 +149,19 @@ def _continued(
         caches = [stack.enter_context(Cache(grid, longest)) for grid in grids]
         stack.enter_context(network.evaluating())
         stack.enter_context(unchanged(network.grid))
+        forward, library = _Forward(network, caches), network.parameters()[0].library
         first, seen, outputs = 0, 0, None  # first: number of the token with position 0
         for place in range(begin, begin + length):
             if place - first > longest:
+                if not first:
+                    forward.vote_again()
                 first = seen = place - longest
                 for cache in caches:
                     cache.clear()
             for cache in caches:
                 cache.begin(place - seen)
-            logits = network(_batch(network, tokens[:, seen:place], outputs))
-            outputs, values = logits.shape[1], _of_last(logits, place - seen).gather(0)
+            logits = forward(_batch(network.grid, library, tokens[:, seen:place], outputs))
+            outputs, values = logits.shape[1], logits.gather(0)
             drawn = np.zeros(count, np.int64)
             with parent.collective_call("generate", place, always=True):
                 if parent.rank == 0:
@@ -162,6 +169,38 @@ def _continued(
                     drawn = choose(logits.library.to_numpy(values)[:, :vocabulary], draws, temperature, top_k)
             tokens[:, place], seen = parent.comm.bcast(drawn), place
     return tokens
+
+
+class _Forward:
+    """Logits of the last row of each sequence in a pass: (sequences, vocabulary).
+
+    Passes with equal numbers of rows are recorded and replayed. The caches are facts, so the programs are those of one
+    generation. Each replay reads the lengths of the caches.
+    """
+
+    def __init__(self, network: Module, caches: list[Cache]):
+        self._network, self._caches = network, caches
+        self._passes = None if whole_of(network) is not network else Passes(network.grid, network.grid.everyone)
+        facts = facts_of_pass(network) if self._passes is not None else ""
+        self._facts = facts if isinstance(facts, str) else [*caches, *facts]
+
+    def __call__(self, tokens: DistMatrix) -> Tensor:
+        if self._passes is None:  # stages overlap
+            return self._pass(tokens)
+        facts = self._facts if isinstance(self._facts, str) else [self._caches[0].rows, *self._facts]
+        return self._passes.run(facts, self._network, self._pass, [tokens], self._begin)
+
+    def vote_again(self) -> None:
+        """Expect passes with another number of rows. All ranks call it in the same pass."""
+        if self._passes is not None:
+            self._passes.vote_again()
+
+    def _begin(self) -> None:
+        for cache in self._caches:
+            cache.restart()
+
+    def _pass(self, tokens: DistMatrix) -> Tensor:
+        return _of_last(self._network(tokens), self._caches[0].rows)
 
 
 def longest_of(network: Module) -> int | None:
@@ -218,24 +257,26 @@ def _sequences(grid: Grid, rows: int) -> Layout:
     return Layout(tuple(axis for axis in ("data", "z", *INSIDE) if axis in grid.shape.names), units=(rows, 1))
 
 
-def _batch(network: Module, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:
+def _batch(grid: Grid, library: NumpyLibrary, tokens: np.ndarray, vocabulary: int | None) -> DistMatrix:
     """Tokens (sequences, rows) on the network's grid. vocabulary: None makes the embedding check the tokens."""
-    grid = network.grid
     shape, layout = (tokens.size, 1), _sequences(grid, tokens.shape[1])
     box = layout.box(shape, grid.shape, grid.coords)
-    library = network.parameters()[0].library
     made = DistMatrix(grid, library.from_numpy(tokens.reshape(-1, 1)[box.r0 : box.r1], "int64"), shape, layout)
     made.labels_below = vocabulary
     return made
 
 
-def _of_last(logits: Tensor, rows: int) -> DistMatrix:
+def _of_last(logits: Tensor, rows: int) -> Tensor:
     """Logits of the last row of each sequence, (sequences, vocabulary)."""
     held, axes = logits.layout, _sequences(logits.grid, rows).rows
     x = relayout(logits, layout_of(axes, held.cols, (), (rows, held.units[1])))
     here, cols = x.shard.shape
     last = x.library.empty((here // rows, cols), x.dtype)
-    last[...] = x.shard.reshape(here // rows, rows, cols)[:, -1]
-    return DistMatrix(
-        x.grid, last, (x.shape[0] // rows, x.shape[1]), layout_of(axes, held.cols, (), (1, held.units[1]))
-    )
+    call(x.grid.engine, partial(_take_last, rows), x.shard, last)
+    layout = layout_of(axes, held.cols, (), (1, held.units[1]))
+    return Tensor(DistMatrix(x.grid, last, (x.shape[0] // rows, x.shape[1]), layout))
+
+
+def _take_last(rows: int, x: Array, out: Array) -> None:
+    """Copy the last row of each sequence."""
+    out[...] = x.reshape(out.shape[0], rows, out.shape[1])[:, -1]

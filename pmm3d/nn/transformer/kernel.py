@@ -15,7 +15,7 @@ import numpy as np
 from ...arrays import Array, NumpyLibrary, Workspace, parallel_rows, random
 from ...layout import LOW_PRECISION
 from ..compute import array_namespace
-from .visible import Dropout, Pair, Rows, Visible, block_pairs
+from .visible import Dropout, Pair, Pairs, Rows, Visible, block_pairs
 
 NONE = -float("inf")
 """Logarithm of an empty sum."""
@@ -78,13 +78,14 @@ def attend(
     into: Partial,
     fresh: bool = True,
     part: str = "",
+    bound: Pairs | None = None,
 ) -> None:
     """Compute the attention of queries to keys.
 
     q is (b, a, rows, size), with a stride of 1 along size. k and v are (b, a_kv, rows of keys, size). a is a multiple
     of a_kv: consecutive heads of q share a head of k and v. `into` is the result, in float32 for low precision. If
     `fresh` is False, `into` contains the attention to other keys, and these keys are merged. `part` "before" or "after"
-    selects the first or the second list of pairs of `block_pairs`.
+    selects the first or the second list of pairs of `block_pairs`. `bound` is its result, if it is known.
 
     Torch arrays on the host without dropout use torch's flash kernel. All others use batched GEMMs, with work memory
     for a_kv x block x block scores. Low precision is computed in float32.
@@ -97,7 +98,8 @@ def attend(
     """
     q, k, v = _widened(library, q, k, v)
     flash, dtype = _flash_serves(library, visible), library.dtype(q)
-    for rows, before, after in block_pairs(queries, keys, visible) if 0 not in q.shape else ():
+    every = block_pairs(queries, keys, visible) if bound is None else bound
+    for rows, before, after in every if 0 not in q.shape else ():
         pairs = [*(before if part != "after" else ()), *(after if part != "before" else ())]
         target = Partial(into.out[:, :, rows], into.lse[:, :, rows])
         if fresh and not pairs:
@@ -135,6 +137,7 @@ def attend_backward(
     dv: Array,
     fresh: bool = False,
     part: str = "",
+    bound: Pairs | None = None,
 ) -> None:
     """Add the gradients by q, k and v to dq, dk and dv, in float32 or wider. Scores are computed again.
 
@@ -144,7 +147,8 @@ def attend_backward(
     """
     q, k, v, out, dout = _widened(library, q, k, v, out, dout)
     compute = _flash_backward if _flash_serves(library, visible) else _blockwise_backward
-    lists = block_pairs(queries, keys, visible) if 0 not in q.shape else []
+    every = block_pairs(queries, keys, visible) if bound is None else bound
+    lists = every if 0 not in q.shape else []
     before, after = [pair for each in lists for pair in each[1]], [pair for each in lists for pair in each[2]]
     pairs = [*(before if part != "after" else ()), *(after if part != "before" else ())]
     unset = [{each[dim].start: each[dim].stop for each in pairs} for dim in range(2)]
@@ -270,6 +274,8 @@ def _items(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
 
 def _transposed(library: NumpyLibrary, array: Array) -> Array:
     """View of (items, rows, columns) with rows and columns exchanged."""
+    if library.has_data:
+        return array.swapaxes(1, 2)
     (items, rows, cols), strides = array.shape, library.strides(array)
     return library.as_strided(array, (items, cols, rows), (strides[0], strides[2], strides[1]))
 

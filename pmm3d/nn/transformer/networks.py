@@ -19,6 +19,7 @@ from .blocks import NORMS, TransformerBlock
 from .embedding import DEVIATION, Embedding
 from .files import Published
 from .names import EPS, ROTARY_BASE, Architecture
+from .scaling import RotaryScaling
 
 
 class Head(Module):
@@ -69,6 +70,8 @@ class Transformer(Published):
     """
 
     learned, rotary_base, tied, norm = True, ROTARY_BASE, True, "layer"
+    rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None
+    qkv_bias, qk_norm = True, False
     block: Mapping[str, Any] = {}
     """Further arguments of the blocks."""
 
@@ -84,6 +87,7 @@ class Transformer(Published):
         mlp: int | None = None,
         seed: int | None = None,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
         eps: float = EPS,
         dropout: float = 0.0,
         tied: bool | None = None,
@@ -108,12 +112,17 @@ class Transformer(Published):
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
+            head_dim=head_dim,
             mlp=mlp,
             tied=self.tied if tied is None else tied,
             eps=eps,
             rotary_base=self.rotary_base,
+            rotary_scaling=self.rotary_scaling,
+            qkv_bias=self.qkv_bias,
+            qk_norm=self.qk_norm,
             window=window,
         )
+        self.rotary_scaling = of.rotary_scaling
         seed, again = seed_of(grid, seed), Recomputed.named(recompute)
         options: dict[str, Any] = {
             "activations": activations,
@@ -133,12 +142,18 @@ class Transformer(Published):
             **options,
         )
         options |= {"norm": self.norm, "eps": of.eps, "deviation": DEVIATION}
+        rotary: dict[str, Any] = (
+            {} if self.learned else {"rotary_base": of.rotary_base, "rotary_scaling": of.rotary_scaling}
+        )
         made = [
             TransformerBlock(
                 grid,
                 of.hidden,
                 of.heads,
                 kv_heads=of.kv_heads,
+                head_dim=of.head_dim,
+                qkv_bias=of.qkv_bias,
+                qk_norm=of.qk_norm,
                 mlp=of.mlp,
                 dropout=dropout,
                 window=of.window,
@@ -147,7 +162,8 @@ class Transformer(Published):
                 residual=(2 * of.layers) ** -0.5,
                 seed=derived(seed, 1 + index),
                 **options,
-                **{"rotary_base": None if self.learned else of.rotary_base, **self.block},
+                **rotary,
+                **self.block,
             )
             for index in range(of.layers)
         ]
@@ -176,7 +192,7 @@ class GPT(Transformer):
     hidden : int
         Number of features.
     heads : int
-        Number of heads of attention, a divisor of `hidden`.
+        Number of heads of attention, a divisor of `hidden` unless `head_dim` is given.
     positions : int or None
         Length of the longest sequence. Default for a Llama: no limit. The other networks need this argument.
     mlp : int or None
@@ -185,6 +201,8 @@ class GPT(Transformer):
         Seed of all initial values. Default: the next seed of the grid (`manual_seed`).
     kv_heads : int or None
         Heads of keys and values, a divisor of `heads`. Default: `heads`.
+    head_dim : int or None
+        Columns of a head. Default: hidden / heads.
     eps : float
         Term that the norms add to the variance. Default: 1e-5.
     dropout : float
@@ -246,7 +264,7 @@ class Encoder(Transformer):
 
     Parameters
     ----------
-    grid, vocabulary, layers, hidden, heads, positions, mlp, seed, kv_heads, eps, dropout, tied
+    grid, vocabulary, layers, hidden, heads, positions, mlp, seed, kv_heads, head_dim, eps, dropout, tied
         As in `GPT`.
     activations, recompute, window, order, parallel, dtype, library, precision
         As in `GPT`.
@@ -267,14 +285,44 @@ class Encoder(Transformer):
 class Llama(Transformer):
     """Llama: rotary positions, RMSNorm, a gated MLP with SiLU, grouped heads, no biases, and a head that is not tied.
 
+    With `qkv_bias` it is a Qwen 2, with `qk_norm` a Qwen 3, and with `window` a Mistral.
+
     Parameters
     ----------
     grid : Grid
         The grid of the parameters.
     rotary_base : float
         Base of the rotary positions. Default: 10000.
+    rotary_scaling : mapping or None
+        Scaling of the rotary positions, with the keys of `rope_parameters` in a config.json. Its key `rope_theta` is
+        the argument `rotary_base`. Default: none.
+    qkv_bias : bool
+        Whether queries, keys and values have biases. Default: False.
+    qk_norm : bool
+        Whether each head of queries and keys is normalized by an `RMSNorm`. Default: False.
     **options
         Arguments of `GPT`, of which `vocabulary`, `layers`, `hidden` and `heads` are needed.
+
+    Raises
+    ------
+    LayoutError
+        On every rank, as in `GPT`, and for a key of `rotary_scaling` that is unknown, missing or out of range.
+
+    Notes
+    -----
+    `rotary_scaling["rope_type"]` is one of the following. The other keys are numbers. The default of
+    `original_max_position_embeddings` is `positions`.
+
+    linear
+        `factor`. Frequencies are divided by the factor.
+    dynamic
+        `factor`, `original_max_position_embeddings`. The base grows with the length of a sequence, if the sequence is
+        longer than the second number. In `generate`, cached keys keep the frequencies of their pass.
+    yarn
+        `factor`, `original_max_position_embeddings`; and with defaults `attention_factor`, `beta_fast` (32),
+        `beta_slow` (1), `mscale`, `mscale_all_dim`, `truncate` (True). See Peng et al. 2023, arXiv 2309.00071.
+    llama3
+        `factor`, `original_max_position_embeddings`, `low_freq_factor`, `high_freq_factor`, as in Llama 3.1 and later.
 
     Examples
     --------
@@ -291,6 +339,16 @@ class Llama(Transformer):
     kind, learned, tied, norm = "llama", False, False, "rms"
     block: Mapping[str, Any] = {"bias": False, "gated": True, "activation": "silu"}
 
-    def __init__(self, grid: Grid, *, rotary_base: float = ROTARY_BASE, **options: Any):
-        self.rotary_base = rotary_base
+    def __init__(
+        self,
+        grid: Grid,
+        *,
+        rotary_base: float = ROTARY_BASE,
+        rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        **options: Any,
+    ):
+        self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling
+        self.qkv_bias, self.qk_norm = qkv_bias, qk_norm
         super().__init__(grid, **options)

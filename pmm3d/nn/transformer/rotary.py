@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -11,13 +12,16 @@ from ...arrays import Array, NumpyLibrary
 from ...comm import Grid, call
 from ...errors import LayoutError
 from ..compute import TensorSpec, computing
-from ..operations import in_units
+from ..parts import in_units
 from ..tensor import Tensor, summed
 from .cache import Cache, rows_of_sequence
 from .embedding import positions_of
+from .scaling import RotaryScaling, frequencies
 
 
-def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
+def rotary(
+    x: Tensor, size: int, *, base: float = 10000.0, scaling: RotaryScaling | Mapping[str, Any] | None = None
+) -> Tensor:
     """Rotate columns i and i + size / 2 of each head by the angle position * base^(-2 i / size), as Llama does.
 
     Parameters
@@ -28,6 +32,8 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
         Columns of a head, an even number.
     base : float
         Base of the angles. Default: 10000.
+    scaling : mapping or None
+        Scaling of the angles for long sequences, as in `Llama`. Default: none.
 
     Returns
     -------
@@ -37,7 +43,7 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
     Raises
     ------
     LayoutError
-        For an odd size, and if the columns are not whole heads.
+        For an odd size, if the columns are not whole heads, and for a scaling that is not known.
 
     Examples
     --------
@@ -50,12 +56,20 @@ def rotary(x: Tensor, size: int, *, base: float = 10000.0) -> Tensor:
     """
     if size < 2 or size % 2:
         raise LayoutError(f"rotary: a head must have an even number of columns, which are rotated in pairs, got {size}")
+    scaling = RotaryScaling.of(scaling, "rotary: scaling")
+    if scaling is not None:
+        scaling.check(size, base, "rotary: scaling")
     x = in_units(summed(x), size)
     spec = x.spec
     cache, length = Cache.of(x.grid), max(1, rows_of_sequence(x))
-    tables = _tables(x.grid)(
-        spec.library, length if cache is None else cache.total, size, base, spec.accumulation.dtype
-    )
+    longest, cached = (length if cache is None else cache.total), _tables(x.grid)
+
+    def tables() -> tuple[Array, Array]:
+        """The cosines and sines of this pass; of a replayed one, too."""
+        seen = longest if cache is None else cache.length + cache.rows
+        rows = 0 if scaling is None else scaling.length(seen)
+        return cached(spec.library, longest, size, base, scaling, rows, spec.accumulation.dtype)
+
     places = positions_of(x)
     out = _rotated(spec, x.shard, places, tables, "rotary", 1)
     return x.from_op(
@@ -72,24 +86,30 @@ def _tables(grid: Grid) -> Callable[..., tuple[Array, Array]]:
     return cached
 
 
-def _angles(library: NumpyLibrary, sequence: int, size: int, base: float, dtype: str) -> tuple[Array, Array]:
-    """Cosines and sines of the angles of all positions, (sequence, size / 2)."""
-    angles = np.arange(sequence)[:, None] * base ** (-np.arange(0, size, 2) / size)
-    return library.from_numpy(np.cos(angles), dtype), library.from_numpy(np.sin(angles), dtype)
+def _angles(
+    library: NumpyLibrary, sequence: int, size: int, base: float, scaling: RotaryScaling | None, length: int, dtype: str
+) -> tuple[Array, Array]:
+    """Cosines and sines of the angles of all positions, (sequence, size / 2). length: of `RotaryScaling.length`."""
+    steps = frequencies(size, base) if scaling is None else scaling.frequencies(size, base, length)
+    angles, magnitude = np.arange(sequence)[:, None] * steps, 1.0 if scaling is None else scaling.magnitude
+    return library.from_numpy(np.cos(angles) * magnitude, dtype), library.from_numpy(np.sin(angles) * magnitude, dtype)
 
 
-def _rotated(spec: TensorSpec, array: Array, places: Array, tables: tuple[Array, Array], name: str, sign: int) -> Array:
+def _rotated(
+    spec: TensorSpec, array: Array, places: Array, tables: Callable[[], tuple[Array, Array]], name: str, sign: int
+) -> Array:
     """Array with its pairs rotated forward (sign 1) or back (sign -1). Low precision is computed in float32."""
-    half, library, out = tables[0].shape[1], spec.library, spec.new()
-    shape = spec.local_shape[0], spec.local_shape[1] // (2 * half), 2, half
+    library, out = spec.library, spec.new()
 
     def rotate(array: Array, out: Array) -> None:
         with computing(spec.grid, "elementwise", name=name):
-            cos, sin = (table[places][:, None] for table in tables)
+            cos, sin = (table[places][:, None] for table in tables())
+            half = cos.shape[2]
+            shape = spec.local_shape[0], spec.local_shape[1] // (2 * half), 2, half
             pairs = library.astype(array, library.dtype(cos)).reshape(*shape)
             one, other, made = pairs[:, :, 0], pairs[:, :, 1], out.reshape(*shape)
             made[:, :, 0] = one * cos - other * (sin * sign)
             made[:, :, 1] = other * cos + one * (sin * sign)
 
-    call(spec.grid.engine, rotate, array, out)
+    call(spec.grid.engine, rotate, array, out, writes=[out])
     return out

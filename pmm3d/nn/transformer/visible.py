@@ -51,7 +51,11 @@ class Pair(NamedTuple):
     seen: str
 
 
-def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> list[tuple[slice, list[Pair], list[Pair]]]:
+Pairs = list[tuple[slice, list[Pair], list[Pair]]]
+"""Result of `block_pairs`."""
+
+
+def block_pairs(queries: Rows, keys: Rows, visible: Visible) -> Pairs:
     """Blocks of queries in the order of storage, each with two lists of pairs in the order of computation.
 
     The first list contains the blocks of keys from the queries' own block down to the first block. The second list

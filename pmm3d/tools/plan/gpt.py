@@ -10,7 +10,7 @@ import typer
 from ...errors import Pmm3dError
 from ...model.axonn import ORDER, parse_order, rank_by_axonn
 from ...model.gpt import GPT
-from ..output import bar
+from ..output import bar, say_written
 from ..ranks import one_process, size
 from . import options
 
@@ -71,6 +71,7 @@ def gpt_command(
     wide: options.Wide = False,
     json: options.Json = None,
     plot: options.Plot = None,
+    picture: options.Picture = None,
 ) -> None:
     """Rank the grids for training a GPT in bfloat16 with AdamW, before a configuration exists.
 
@@ -86,12 +87,18 @@ def gpt_command(
     """
     from .ranking import check_outputs, print_plan, tell, write_plan
 
-    check_outputs(json, plot)
+    check_outputs(json, plot, picture=picture)
     options.check_amount("--tokens", tokens)
     axonn = terms is Terms.AXONN
     _check_terms(
         axonn,
-        {"--micro-batches": micro_batches, "--ranks-per-node": ranks_per_node, "--memory": memory, "--tokens": tokens},
+        {
+            "--micro-batches": micro_batches,
+            "--ranks-per-node": ranks_per_node,
+            "--memory": memory,
+            "--tokens": tokens,
+            "--picture": picture,
+        },
         {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor},
     )
     model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
@@ -115,6 +122,7 @@ def gpt_command(
         from ...nn.training.planning import TOP
         from ...nn.training.samples import SampleSizes
         from .step import Training
+        from .step_picture import draw_step
 
         samples = SampleSizes(1, vocabulary, True)
         with bar("plan gpt") as told:
@@ -130,6 +138,9 @@ def gpt_command(
                 )
         print_plan(chosen, ranking, top, "a step", memory=memory, wide=wide)
         tell(*training.in_words(ranking.candidates[0], tokens))
+        if picture:
+            draw_step(training, ranking.candidates[0], picture)
+            say_written(picture)
     write_plan(chosen, ranking, top, json, plot)
 
 

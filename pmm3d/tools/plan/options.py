@@ -31,6 +31,13 @@ Wide = Annotated[
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all ranked grids to this file; - is standard output.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw the terms of the time into this file (.png, .pdf, .svg).")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the simulated step of the first choice into this file (.svg, .pdf, .png): computation and the "
+        "collectives of each axis on the first rank, or the passes of each rank along pipe."
+    ),
+]
 
 NOMINAL = "nominal"
 SECTIONS = "gemm", "passes", "collectives", "laws", "memory"

@@ -56,11 +56,12 @@ def shown_of(ranking: Ranking, top: int) -> Shown:
     return Shown(best, [each for each in first.values() if each and each not in best])
 
 
-def check_outputs(json: Path | None, drawn: Path | None, *files: Path | None) -> None:
-    """Raise Pmm3dError if the file of --json, --plot or another option cannot be written."""
-    check_writable(drawn, *files, text=json)
-    if drawn:
-        check_picture(drawn, "--plot")
+def check_outputs(json: Path | None, drawn: Path | None, *files: Path | None, picture: Path | None = None) -> None:
+    """Raise Pmm3dError if the file of --json, --plot, --picture or another option cannot be written."""
+    check_writable(drawn, picture, *files, text=json)
+    for path, option in ((drawn, "--plot"), (picture, "--picture")):
+        if path:
+            check_picture(path, option)
 
 
 def tell(*lines: str) -> None:

@@ -25,7 +25,7 @@ from ...nn.pipeline import (
 )
 from ...text import counted
 from ..output import FigureTable
-from ..plots import Part, bars, picture
+from ..plots import GREY, Part, bars, picture
 from ..terminal import console, say
 from .ranking import tell
 
@@ -37,6 +37,8 @@ NAMES = {
     "OVERLAP_F_B": "forward and backward",
 }
 COLOURS = dict(zip(NAMES.values(), ("#77aadd", "#66bb77", "#66ccee", "#ddcc66", "#dd88bb")))
+REST = "sums, agreement, optimizer"
+"""Name of what follows the passes in a step."""
 LETTERS = 6
 """Width of a letter, in thousandths of the width of the picture."""
 
@@ -218,10 +220,21 @@ def _is_first(table: PipelineSchedule, stage: int) -> bool:
     return stage == min(other for other, rank in table.stages.items() if rank == table.stages[stage])
 
 
-def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
-    """Draw a bar for each rank. Its parts are actions, labelled with their micro-batches."""
+def draw(
+    table: PipelineSchedule,
+    line: TimeLine,
+    path: Path,
+    unit: str = "in the unit of --forward (1 by default)",
+    rest: Sequence[float] = (),
+) -> None:
+    """Draw a bar for each rank. Its parts are actions, labelled with their micro-batches.
+
+    unit   of the times
+    rest   times of the ranks after the passes, which begin together. Default: none
+    """
     rows, further = list[tuple[str, list[Part]]](), "{}, further stage".format
-    colours = {**COLOURS, **{further(name): f"{colour}80" for name, colour in COLOURS.items()}}
+    colours = {**COLOURS, **{further(name): f"{colour}80" for name, colour in COLOURS.items()}, REST: GREY}
+    ended = line.makespan + max(rest, default=0.0)
     with picture(path, 12, 1.6 + 0.35 * table.ranks) as figure:
         axes = figure.subplots()
         for rank, timed_line in enumerate(line.ranks):
@@ -230,12 +243,14 @@ def draw(table: PipelineSchedule, line: TimeLine, path: Path) -> None:
                 name = NAMES[action.kind] if _is_first(table, action.stage) else further(NAMES[action.kind])
                 parts += [Part("", start - now), Part(name, end - start)]
                 now, text = end, "+".join(str(each.micro) for each in action.each)
-                if end - start > len(text) * LETTERS * line.makespan / 1000:
+                if end - start > len(text) * LETTERS * ended / 1000:
                     axes.text((start + end) / 2, rank, text, ha="center", va="center", fontsize=7)
+            if rest:
+                parts += [Part("", line.makespan - now), Part(REST, rest[rank])]
             rows.append((f"rank {rank}", parts))
         bars(axes, rows, colours)
-        axes.set_xlim(0, line.makespan)
-        axes.set_xlabel("time, in the unit of --forward (1 by default)")
+        axes.set_xlim(0, ended)
+        axes.set_xlabel(f"time, {unit}")
         axes.set_title(
             f"{Path(table.name).name}: {counted(table.micro_batches, 'micro-batch')}, makespan "
             f"{line.makespan:.5g}, bubble {100 * line.bubble:.1f}%"

@@ -23,6 +23,7 @@ from ...model.simulation import Timeline, simulate
 from ...model.simulation.noise import slowest
 from ...model.simulation.replay import seconds_of, tasks
 from ...nn.training.config import Config
+from ...nn.training.dry_step import Step
 from ...nn.training.planning import dry_steps, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
 from ...text import counted, in_bytes, in_time, milliseconds
@@ -30,11 +31,13 @@ from ...thread_counts import cores
 from ..output import FigureTable
 from ..ranks import without_mpi
 from ..terminal import console
+from .schedules import NAMES, REST
 
 PROCESSES = 8
 """Largest number of processes that simulate pipelines. Each has 0.3 GB of memory and takes 2 s to start."""
 LARGEST = 10
 """Number of rows of the table of the longest actions."""
+NO_SETTINGS: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -170,17 +173,18 @@ class FirstRank:
     largest: list[Share]
 
     @classmethod
-    def of(cls, training: Training, grid: GridShape) -> FirstRank:
-        """Return the actions on a grid. Raises Pmm3dError for a grid with the axis pipe."""
+    def of(cls, training: Training, grid: GridShape, network: Mapping[str, Any] = NO_SETTINGS) -> FirstRank:
+        """Return the actions on a grid, with these settings of [network] (`Candidate.settings`). Raises Pmm3dError for
+        a grid with the axis pipe."""
         machine = training.machine
         if grid.stages > 1:
             raise Pmm3dError(
                 f"grid {grid} is a pipeline, and a single rank of it is not simulated: name a --grid "
                 "without the axis pipe, or see the schedule with pmm3d plan pipeline"
             )
-        steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled
-        actions = steps.of(grid, machine.ranks_per_node).actions
-        groups = groups_of(grid, machine.ranks_per_node)
+        steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled.of_network(network)
+        step = steps.of(grid, machine.ranks_per_node)
+        actions, groups = step.actions, groups_of(grid, machine.ranks_per_node)
         shares, alone, received = dict[str, Share](), dict[str, float](), dict[str, int]()
         for action in actions:
             seconds = seconds_of(action, machine, groups)
@@ -193,7 +197,7 @@ class FirstRank:
                 shares[what] = Share(what, old.times + 1, old.seconds + seconds)
         return cls(
             grid,
-            simulate(tasks(actions, machine, groups)),
+            simulate(tasks(actions, machine, groups, _phases(step))),
             alone,
             received,
             sorted(shares.values(), key=lambda share: -share.seconds),
@@ -220,6 +224,15 @@ class FirstRank:
             "received": dict(self.received),
             "largest": [share._asdict() for share in self.largest[:LARGEST]],
         }
+
+
+def _phases(step: Step) -> list[str]:
+    """Return the phase of each action of a step."""
+    phases = [REST] * len(step.actions)
+    for each in step.passes:
+        kind = each.name.lstrip("0123456789")[:1]
+        phases[each.first : each.stop] = [NAMES[kind]] * (each.stop - each.first)
+    return phases
 
 
 def print_first_rank(first_rank: FirstRank) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import Pmm3dError, check_regular
 from ...io.disk import replace_file
@@ -57,13 +57,23 @@ def trace_events(timeline: Timeline, name: str, process: int = 0, begin: float =
                 "dur": (ended - begun) * 1e6,
                 "args": {},
             }
-            for what, track, begun, ended in _spans(timeline)
+            for what, track, begun, ended, _ in spans_of(timeline)
         ),
     ]
 
 
-def _spans(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
-    """Yield name, track, beginning and end of each task that takes time. A collective ends when its wait ends."""
+class Span(NamedTuple):
+    """A task, or a wait of the processor. Its track is "compute", "wait", or an axis. Times are in seconds."""
+
+    name: str
+    track: str
+    begun: float
+    ended: float
+    phase: str
+
+
+def spans_of(timeline: Timeline) -> Iterator[Span]:
+    """Yield the span of each task that takes time. A collective ends when its wait ends."""
     table, begun, ended, _ = timeline
     until = {
         earlier: ended[number]
@@ -77,14 +87,14 @@ def _spans(timeline: Timeline) -> Iterator[tuple[str, str, float, float]]:
         if task.resource != PROCESSOR:
             end = max(ended[number], until.get(number, 0.0))
             if end > begun[number]:
-                yield name, f"axis {task.awaited}", begun[number], end
+                yield Span(name, f"axis {task.awaited}", begun[number], end, task.phase)
             continue
         waits = task.kind == WAIT
         start = ended[number] if waits else begun[number]
         if start > now:
-            yield _waited(timeline, number), WAIT, now, start
+            yield Span(_waited(timeline, number), WAIT, now, start, task.phase)
         if not waits and ended[number] > begun[number]:
-            yield name, COMPUTE, begun[number], ended[number]
+            yield Span(name, COMPUTE, begun[number], ended[number], task.phase)
         now = ended[number]
 
 

@@ -94,6 +94,7 @@ def train_command(
     wide: options.Wide = False,
     json: options.Json = None,
     plot: options.Plot = None,
+    picture: options.Picture = None,
 ) -> None:
     """Rank the grids for a training by the simulated time of a step, before a job is submitted.
 
@@ -112,6 +113,8 @@ def train_command(
 
     pmm3d plan train x.toml --ranks 8 --grid fsdp --trace x.json --beside run.json
 
+    pmm3d plan train x.toml --ranks 8 --grid fsdp --picture step.svg
+
     More options: --mtbf 24 --write-seconds 30 for the interval of checkpoints.
     """
     from ...nn.training.config import load
@@ -119,9 +122,10 @@ def train_command(
     from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
     from .ranking import as_json, check_outputs, draw, print_plan, tell
     from .step import FirstRank, Training, print_first_rank
+    from .step_picture import draw_step
     from .trace import read_trace, write_trace
 
-    check_outputs(json, plot, trace)
+    check_outputs(json, plot, trace, picture=picture)
     check_mtbf(mtbf, write_seconds)
     options.check_amount("--samples", samples)
     options.check_amount("--tokens", tokens)
@@ -167,13 +171,15 @@ def train_command(
         written["scaling"] = {each.kind: each.as_json() for each in curves}
     if trace and first is not None:
         say(write_trace(trace, first, real))
+    if picture:
+        draw_step(training, best, picture)
     if json:
         write_json(json, written)
     if plot and counts:
         draw_curves(curves, f"{config.name} on {chosen.machine.name}", plot)
     elif plot:
         draw(ranking, top, chosen.machine.name, plot)
-    say_written(json, plot)
+    say_written(json, plot, picture)
 
 
 def _samples(

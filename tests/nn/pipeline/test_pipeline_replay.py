@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from loops import given
+from loops import given, looped
 from mpi_runner import plugin
 from networks import INPUT, Tied, bits, ordinary, spread, weights_of
 
@@ -127,6 +127,15 @@ def test_replayed_pipelines_have_the_bits_of_ordinary_ones(comm):
         with given(grid=grid.shape, micro_batches=micro_batches, **options):
             _, run = compared(grid, lambda step, number=micro_batches: number, loss=loss, **options)
             assert run.replays.replayed == STEPS - FIRST, run.replays.problem
+
+
+@pytest.mark.nightly
+@pytest.mark.parallel([2, 4])
+@looped("name, schedule", [("dropout", "1f1b"), ("plain", "zb-h1")])
+def test_replayed_pipelines_on_a_device_have_the_bits_of_ordinary_ones(comm, name, schedule):
+    with Grid(comm, (1, 1, 1), comm.size // 2, axes={"pipe": 2}) as grid:
+        _, run = compared(grid, lambda step: 2, name=name, schedule=schedule, library="standin")
+        assert run.replays.replayed == STEPS - FIRST, run.replays.problem
 
 
 @pytest.mark.parallel([2])

@@ -16,6 +16,7 @@ from pmm3d import CheckpointError, Grid, nn
 from pmm3d.layout import Layout
 from pmm3d.nn.exchange import export_torch, import_torch, load_weights
 from pmm3d.nn.transformer.names import architecture_of
+from pmm3d.nn.transformer.scaling import RotaryScaling
 
 pytestmark = [pytest.mark.parallel([2], thorough=[1, 4, 8]), pytest.mark.deadline(240)]
 
@@ -43,7 +44,15 @@ LLAMA = {
     "eps": 1e-6,
     "dtype": "float64",
 }
-KINDS = {"gpt2": (nn.GPT, GPT), "llama": (nn.Llama, LLAMA)}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8.0}
+KINDS = {
+    "gpt2": (nn.GPT, GPT),
+    "llama": (nn.Llama, LLAMA),
+    "llama3": (nn.Llama, {**LLAMA, "rotary_scaling": LLAMA3, "tied": True}),
+    "qwen2": (nn.Llama, {**LLAMA, "qkv_bias": True, "rotary_scaling": YARN, "kv_heads": 1}),
+    "qwen3": (nn.Llama, {**LLAMA, "qk_norm": True, "head_dim": 6}),
+}
 
 
 def filled(net):
@@ -118,7 +127,7 @@ def test_what_one_grid_exports_every_other_loads(comm, shared_path):
                 else:
                     net = make.load(grid, source, dtype="float64")
                     assert np.allclose(logits_of(net, grid), expected, rtol=1e-12, atol=1e-12)
-                    net.export(target, names=names)
+                    net.export(target, names=make.kind)
 
 
 def test_several_files_and_other_names(comm, shared_path, some_grid):
@@ -211,11 +220,58 @@ TINY = {
     "use_cache": True,
     "vocab_size": 32000,
 }
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA31 = {
+    **TINY,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192},
+    "rope_theta": 500000.0,
+}
+DYNAMIC = {**TINY, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+LINEAR = RotaryScaling("linear", 4.0)
 NEWER = {
     "_name_or_path": "x",
     "attention_dropout": 0.0,
     "dtype": "float32",
-    "head_dim": 64,
+    "head_dim": None,
     "is_llama_config": True,
     "max_sequence_length": 2048,
     "mlp_bias": False,
@@ -236,6 +292,15 @@ def test_settings_that_change_no_logit_are_accepted():
         (OPENAI, {"vocabulary": 50257, "positions": 1024, "hidden": 768, "kv_heads": 12, "mlp": 3072, "tied": True}),
         (TINY, {"kv_heads": 4, "mlp": 5632, "eps": 1e-5, "window": None, "tied": False}),
         ({**TINY, **NEWER, "max_position_embeddings": None}, {"rotary_base": 5e5, "window": None, "positions": None}),
+        (QWEN2, {"qkv_bias": True, "qk_norm": False, "window": None, "head_dim": 64, "tied": True}),
+        (QWEN3, {"qkv_bias": False, "qk_norm": True, "window": None, "head_dim": 128, "rotary_scaling": None}),
+        ({**QWEN3, "head_dim": 32}, {"head_dim": 32}),
+        ({**QWEN2, "layer_types": 24 * ["full_attention"]}, {"kv_heads": 2}),
+        ({**TINY, "head_dim": 128}, {"head_dim": 128}),
+        ({**TINY, "rope_scaling": {"type": "linear", "factor": 4}}, {"rotary_scaling": LINEAR}),
+        ({**TINY, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, {"rotary_scaling": LINEAR}),
+        (DYNAMIC, {"positions": None, "rotary_scaling": RotaryScaling("dynamic", 2.0, 2048)}),
+        (LLAMA31, {"rotary_scaling": RotaryScaling("llama3", 8.0, 8192, 1.0, 4.0), "positions": 131072}),
         ({**mistral, "sliding_window": 7}, {"window": 7}),
         ({**mistral, "sliding_window": None}, {"window": None}),
         (mistral, {"window": 4096}),
@@ -245,17 +310,46 @@ def test_settings_that_change_no_logit_are_accepted():
 
 
 REFUSED = [
-    (TINY, "rope_scaling.type", {"rope_scaling": {"type": "linear", "factor": 4.0}}),
-    (TINY, "rope_scaling.type", {"rope_scaling": {"factor": 4.0, "type": "dynamic"}}),
-    (TINY, "rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
-    (TINY, "rope_parameters.rope_type", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"}}),
+    (TINY, "rope_scaling.rope_type", {"rope_scaling": {"type": "longrope", "factor": 4.0}}),
+    (TINY, "rope_scaling.type", {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 4.0}}),
+    (TINY, "rope_parameters.factor", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"}}),
+    (
+        TINY,
+        "rope_scaling.high_freq_factor",
+        {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": "4"}},
+    ),
+    (TINY, "rope_scaling.partial_rotary_factor", {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}}),
+    (TINY, "rope_parameters differ", {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "factor": 4.0}}),
+    (
+        TINY,
+        "rope_scaling and rope_parameters differ",
+        {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    ),
+    (QWEN2, "layer_types", {"layer_types": 4}),
+    (
+        DYNAMIC,
+        "original_max_position_embeddings is 4, but with rope_type dynamic",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}},
+    ),
+    (
+        {**TINY, "max_position_embeddings": None},
+        "original_max_position_embeddings is missing",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    ),
+    (QWEN2, "use_sliding_window", {"use_sliding_window": True}),
+    (QWEN2, "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
+    (QWEN2, "num_experts", {"num_experts": 8}),
+    (QWEN3, "attention_bias", {"attention_bias": True}),
+    (QWEN3, "model_type", {"model_type": "qwen3_moe"}),
+    (TINY, "final_logit_softcapping", {"final_logit_softcapping": 30.0}),
     (TINY, "rope_parameters.long_factor", {"rope_parameters": {"rope_theta": 5e5, "long_factor": [1.0]}}),
     (TINY, "rope_scaling", {"rope_scaling": "linear"}),
     (TINY, "partial_rotary_factor", {"partial_rotary_factor": 0.5}),
     (TINY, "quantization_config", {"quantization_config": {"bits": 4}}),
     (TINY, "logits_scaling", {"logits_scaling": 8.0}),
     (TINY, "attention_bias", {"attention_bias": True}),
-    (TINY, "head_dim", {"head_dim": 128}),
+    (TINY, "head_dim", {"head_dim": 0}),
+    (TINY, "hidden must be a multiple of heads", {"num_attention_heads": 28}),
     (TINY, "hidden_size", {"hidden_size": "2048"}),
     (TINY, "vocab_size", {"vocab_size": 32000.0}),
     (TINY, "num_hidden_layers", {"num_hidden_layers": None}),

@@ -20,6 +20,10 @@ STEPS, FIRST = 7, 5
 """Number of steps, and of those before the first one that is replayed."""
 GPT = Case(layers=1, hidden=16, heads=4, vocabulary=16, mlp=24, sequence=8, batch=4)
 LLAMA = GPT._replace(kind="Llama", kv_heads=2, tied=False)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+QWEN = LLAMA._replace(
+    head_dim=6, qkv_bias=True, qk_norm=True, scaling={**LLAMA3, "original_max_position_embeddings": 32}
+)
 GRIDS = {
     1: [("1x1x1", 1)],
     2: [("2x1x1", 1), ("1x2x1", 1), ("1x1x2", 1), ("1x1x1", 2)],
@@ -29,11 +33,13 @@ CASES = {
     "gpt": (GPT, {"dtype": "float32"}),
     "dropout, recomputed": (GPT, {"dtype": "float32", "dropout": 0.2, "recompute": "full", "activations": "sharded"}),
     "llama": (LLAMA, {"dtype": "float64", "recompute": "selective"}),
+    "qwen": (QWEN, {"dtype": "float32", "recompute": "selective", "activations": "sharded"}),
 }
 OF_TORCH = {
     "gpt": (GPT, {"dtype": "float32"}),
     "dropout": (GPT, {"dtype": "bfloat16", "dropout": 0.1, "recompute": "selective"}),
     "mixed": (LLAMA, {"dtype": "float32", "precision": "bfloat16", "recompute": 1, "activations": "sharded"}),
+    "qwen": (QWEN, {"dtype": "float32", "precision": "bfloat16", "recompute": "selective"}),
     "encoder": (GPT._replace(kind="Encoder", tied=False, window=3), {"dtype": "float32", "dropout": 0.1}),
 }
 
@@ -85,6 +91,16 @@ def test_replayed_steps_have_the_bits_of_torch_kernels(grid, name, parts):
     assert replays.replayed == STEPS - FIRST, replays.problem
 
 
+@pytest.mark.nightly
+@pytest.mark.parallel([1, 2, 4])
+@over_grids(GRIDS, most=None if all_tests else 1)
+@looped("name", ["gpt", "dropout, recomputed"])
+def test_replayed_steps_on_a_device_have_the_bits_of_ordinary_steps(grid, name):
+    case, options = CASES[name]
+    replays = compared(grid, case, library="standin", parts=1 + (name != "gpt"), **options)
+    assert replays.replayed == STEPS - FIRST, replays.problem
+
+
 def packed(grid, case, step, library, parts):
     """Sequences of several documents, whose lengths differ from step to step."""
     random, rows = np.random.default_rng(step), case.batch * case.sequence
@@ -97,8 +113,9 @@ def packed(grid, case, step, library, parts):
 @pytest.mark.parallel([2], thorough=[1])
 @over_grids(GRIDS, most=None if all_tests else 1)
 def test_documents_are_read_in_each_step(grid):
-    replays = compared(grid, LLAMA, batches=packed)
-    assert replays.replayed == STEPS - FIRST, replays.problem
+    for library in ("numpy", "standin"):
+        replays = compared(grid, LLAMA, batches=packed, library=library)
+        assert replays.replayed == STEPS - FIRST, replays.problem
 
 
 @pytest.mark.nightly

@@ -166,10 +166,10 @@ def test_masked_blocks_are_neither_computed_nor_received(comm, monkeypatch):
     module = import_module(attention.__module__)
     kernel = module.attend
 
-    def counted(library, work, q, k, v, queries, keys, visible, *rest):
+    def counted(library, work, q, k, v, queries, keys, visible, scale, into, fresh, part, bound):
         for _, before, after in block_pairs(queries, keys, visible):
-            pairs.append(len(before) * (rest[-1] != "after") + len(after) * (rest[-1] != "before"))
-        kernel(library, work, q, k, v, queries, keys, visible, *rest)
+            pairs.append(len(before) * (part != "after") + len(after) * (part != "before"))
+        kernel(library, work, q, k, v, queries, keys, visible, scale, into, fresh, part, bound)
 
     monkeypatch.setattr(module, "attend", counted)
     with Grid(comm, (1, 1, 1), seq=comm.size) as grid:

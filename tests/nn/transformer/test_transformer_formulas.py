@@ -112,6 +112,11 @@ def test_parameters(layers):
         llama = dry_step(kind="Llama", layers=layers, kv_heads=kv_heads, mlp=128)[1]
         block = 2 * (A + kv_heads) * H * H // A + 3 * H * 128 + 2 * H
         assert llama.size == layers * block + 2 * V * H + H
+        qwen = dry_step(
+            kind="Llama", layers=layers, kv_heads=kv_heads, mlp=128, head_dim=14, qkv_bias=True, qk_norm=True
+        )
+        block += 2 * (A + kv_heads) * (14 - H // A) * H + (A + 2 * kv_heads) * 14 + 2 * 14
+        assert qwen[1].size == layers * block + 2 * V * H + H
 
 
 @looped(
@@ -150,6 +155,17 @@ def test_flops(recompute, kind, x, y, z):
     assert flop * x * y * z == blocks * (3 + (recompute == "full")) + logits + attention
 
 
+@looped("x, y, z", [(1, 1, 1), (3, 2, 1), (2, 1, 2)])
+def test_flops_of_wide_heads(x, y, z):
+    """Projections and scores have heads x head_dim columns instead of h: 8 B s h a d of the projections of a layer."""
+    wide, sizes = 16, {"kind": "Llama", "layers": 2, "mlp": 384, "qk_norm": True}
+    blocks = 2 * B * S * (4 * H * A * wide + 3 * H * 384) * 2
+    scores, logits = 4 * B * S**2 * A * wide * 2, 6 * B * S * H * V
+    actions = dry_step((x, y, z), head_dim=wide, **sizes)[2]
+    flop = sum(2 * each.m * each.n * each.k for each in actions if each.what == "gemm" and each.m > 1)
+    assert flop * x * y * z == 3 * blocks + logits + 3.5 * scores
+
+
 # Memory that the backward pass needs, by policy of recomputation: by formula, in a dry run, in a run
 
 
@@ -161,6 +177,8 @@ CASES = {
     "plain": {},
     "dropout": {"dropout": 0.1},
     "grouped, narrow": {"kv_heads": 2, "mlp": 64},
+    "wide heads, normalized": {"kv_heads": 2, "head_dim": 12, "qk_norm": True},
+    "wide heads, normalized, selective": {"head_dim": 12, "qk_norm": True, "recompute": "selective"},
     "sharded": {"activations": "sharded"},
     "selective": {"recompute": "selective"},
     "sharded, selective, dropout": {"activations": "sharded", "recompute": "selective", "dropout": 0.1},
@@ -219,6 +237,8 @@ def test_a_block_keeps_what_the_formula_says(grid, name, options, sequences):
         attention=shape.x * (shape.y if sequences >= batches * shape.y else 1),
         element=4,
         kv_heads=kv_heads,
+        head_dim=options.get("head_dim"),
+        qk_norm=options.get("qk_norm", False),
         mlp=options.get("mlp"),
         recompute=options.get("recompute", "none"),
         dropout="dropout" in options,

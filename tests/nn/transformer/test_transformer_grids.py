@@ -23,12 +23,17 @@ from pmm3d.nn.transformer import token_layout
 pytestmark = [pytest.mark.parallel([4], thorough=[8]), pytest.mark.deadline(600)]
 
 CLOSE = 1e-10
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 60}
 CASES = {
     "gpt": Case(),
     "shared head, window": Case(kv_heads=1, tied=False, window=2),
     "llama": Case("Llama", hidden=24, heads=6, kv_heads=3, mlp=66, tied=False, sequence=5),
     "llama, tied, window": Case("Llama", hidden=16, heads=4, kv_heads=2, window=4, sequence=7, batch=2),
     "encoder": Case("Encoder", heads=2, sequence=9, batch=2),
+    "qwen 2": Case("Llama", hidden=10, heads=4, kv_heads=1, head_dim=8, qkv_bias=True, mlp=6, scaling=LINEAR),
+    "qwen 3": Case("Llama", heads=4, kv_heads=2, head_dim=6, qk_norm=True, tied=False, scaling=YARN, batch=2),
 }
 OPTIONS = [{}, {"activations": "sharded"}]
 LOSS = partial(nn.cross_entropy, ignore_index=IGNORED)
@@ -139,7 +144,16 @@ REFUSED = {
     "shared heads that do not divide": ("GPT", {"heads": 6, "kv_heads": 4}, "heads=6, kv_heads=4"),
     "more shared heads than heads": ("Llama", {"kv_heads": 6}, "heads=3, kv_heads=6"),
     "no shared head": ("Llama", {"kv_heads": 0}, "kv_heads.*0"),
-    "an odd head with rotary": ("Llama", {"hidden": 9}, "even size; 9 columns in 3 heads are 3 each"),
+    "an odd head with rotary": ("Llama", {"hidden": 9}, "even size; a head has 3 columns"),
+    "an odd size of heads with rotary": ("Llama", {"head_dim": 5}, "even size; a head has 5 columns"),
+    "heads without columns": ("GPT", {"head_dim": 0}, "head_dim.*0"),
+    "a norm by a word": ("Llama", {"qk_norm": "yes"}, "qk_norm is true or false; got 'yes'"),
+    "an unknown scaling": (
+        "Llama",
+        {"rotary_scaling": {"rope_type": "longrope"}},
+        "rotary_scaling.rope_type.*longrope",
+    ),
+    "a scaling without a factor": ("Llama", {"rotary_scaling": {"rope_type": "linear"}}, "scaling.factor is missing"),
     "no layers": ("GPT", {"layers": 0}, "layers.*0"),
     "layers and a half": ("GPT", {"layers": 2.5}, "layers.*2.5"),
     "layers that are a switch": ("GPT", {"layers": True}, "layers is a whole number, at least 1; got True"),
@@ -226,6 +240,10 @@ RIGHT = {
     "one sequence of one token": Case(sequence=1, batch=1),
     "one sequence": Case(batch=1, heads=1),
     "one head for all": Case("Llama", heads=6, kv_heads=1, tied=False),
+    "one head for all, normalized": Case(
+        "Llama", heads=6, kv_heads=1, head_dim=4, qkv_bias=True, qk_norm=True, scaling=DYNAMIC
+    ),
+    "wide heads": Case(head_dim=7),
     "heads of an odd size": Case(hidden=9),
     "sequences as long as the positions": Case(positions=6),
     "a window longer than the sequence": Case(window=100),
@@ -269,6 +287,7 @@ LONG_GRIDS = {4: [{"seq": 4}, {"x": 2, "seq": 2}], 8: [{"seq": 8}, {"y": 2, "seq
 LONG = {
     "gpt": Case(sequence=16, positions=16, batch=2, heads=6, kv_heads=2, window=7),
     "llama": Case("Llama", sequence=13, batch=4, hidden=16, heads=4, kv_heads=2, tied=False),
+    "qwen 3": Case("Llama", sequence=13, batch=4, hidden=16, heads=4, kv_heads=2, qk_norm=True, scaling=DYNAMIC),
 }
 
 

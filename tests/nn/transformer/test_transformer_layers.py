@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from differences import assert_gradients_are_differences
+from differences import H, assert_gradients_are_differences, scalar
 from loops import given, looped
 from networks import ALL_GRIDS, on_each_grid, on_grid, over_grids, spread
 from samples import integers, to_numpy
@@ -98,10 +98,27 @@ def test_a_norm_by_the_root_of_the_mean_of_squares(grid):
         )
         for cols in ("y", ("x", "y"), ())
     }
-    assert_gradients_are_differences(grid, cases)
+    of_heads = {
+        f"of heads, {layout}": (
+            {"x": ((6, 12), layout), "g": ((1, 3), Layout())},
+            lambda t: nn.rms_norm(t["x"], t["g"], unit=3),
+        )
+        for layout in (
+            Layout(("data", "z"), ("y", "x"), units=(1, 3)),
+            Layout("z", "x", units=(1, 6)),
+            Layout("y", "x"),
+        )
+    }
+    assert_gradients_are_differences(grid, cases | of_heads)
     x, gain = integers((6, 7)), integers((1, 7), seed=1)
     found = nn.rms_norm(nn.Tensor(spread(grid, x)), nn.Parameter(spread(grid, gain, Layout((), "y"))), 0.5)
     assert np.abs(found.gather() - x / np.sqrt((x * x).mean(1, keepdims=True) + 0.5) * gain).max() < 1e-12
+    heads, gain = integers((6, 4, 3), seed=2), integers((1, 3), seed=3)
+    given_x = nn.Tensor(spread(grid, heads.reshape(6, 12), Layout("z", ("x", "y"), units=(1, 3))))
+    found = nn.rms_norm(given_x, nn.Parameter(spread(grid, gain, Layout())), 0.5, unit=3)
+    assert found.layout == given_x.layout
+    expected = heads / np.sqrt((heads * heads).mean(2, keepdims=True) + 0.5) * gain
+    assert np.abs(found.gather() - expected.reshape(6, 12)).max() < 1e-12
 
 
 @looped("hidden, kv_heads", [(32, 8), (32, 4), (32, 1), (64, 1)])
@@ -122,6 +139,29 @@ def test_keys_and_values_that_heads_share_are_gathered_if_ranks_do_not_divide_th
         out.backward(spread(grid, np.ones(out.shape), out.layout))
 
 
+@over_grids()
+def test_gradients_of_norms_and_biases_of_heads_are_differences(grid):
+    """Query heads are split over x, and share a head of keys and values, which is gathered."""
+    sizes = {"hidden": 6, "heads": 4, "kv_heads": 1, "head_dim": 4, "rotary_base": 100.0, "dtype": "float64"}
+    net = nn.Attention(grid, **sizes, bias=False, qkv_bias=True, qk_norm=True)
+    net.settle(6)
+    drawn = np.random.default_rng(0).standard_normal
+    for parameter in net.parameters():
+        parameter.assign(spread(grid, drawn(parameter.shape) + parameter.is_vector, parameter.layout))
+    x = spread(grid, drawn((8, 6)), token_layout(grid, 4, "y"))
+    scalar(net(x)).backward()
+    for name in ("qkv.bias", "q_norm.gain", "k_norm.gain"):
+        parameter = net.named_parameters()[name]
+        value, direction = to_numpy(parameter.gather()), drawn(parameter.shape)
+        along, found = np.vdot(direction, to_numpy(parameter.grad.gather())), []
+        with nn.no_grad(grid):
+            for step in (H, -H, 0):
+                parameter.assign(spread(grid, value + step * direction, parameter.layout))
+                found.append(scalar(net(x)).item())
+        slope = (found[0] - found[1]) / (2 * H)
+        assert abs(along - slope) < 2e-8 * max(1, abs(slope)), f"{name}: {along}, and by differences {slope}"
+
+
 @pytest.mark.parallel([2])
 def test_what_does_not_fit_is_refused(comm, fails):
     """Invalid networks and tokens: see test_transformer_grids.py."""
@@ -129,6 +169,13 @@ def test_what_does_not_fit_is_refused(comm, fails):
         table = nn.Embedding(grid, 11, 12).table
         odd = nn.Tensor(spread(grid, np.ones((6, 3)), token_layout(grid, 3)))
         fails(LayoutError, "an even number of columns", lambda: rotary(odd, 3))
+        heads = nn.Tensor(spread(grid, np.ones((6, 4)), token_layout(grid, 3)))
+        gain = nn.Parameter(spread(grid, np.ones((1, 4)), Layout()))
+        fails(LayoutError, "units have 2 columns, the gain 4", lambda: nn.rms_norm(heads, gain, unit=2))
+        fails(LayoutError, "no whole number of units of 3", lambda: nn.rms_norm(heads, gain, unit=3))
+        fails(LayoutError, "4 features are no multiple of the unit", lambda: nn.RMSNorm(grid, 4, unit=3))
+        norm = nn.RMSNorm(grid, 6, unit=2, dtype="float64")
+        fails(LayoutError, "input has 4 columns, the layer 6", lambda: norm(heads))
         for outputs, unit, text in (
             (10, 1, "12 x 11, .* 12 inputs, 10 outputs"),
             (11, 11, "12 inputs, 11 outputs, .*unit=11"),
