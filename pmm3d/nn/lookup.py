@@ -71,7 +71,7 @@ def take(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray) -> Tensor:
     Pmm3dError
         On every rank, for an index outside x.
     LayoutError, DTypeError
-        On every rank, if indices are not a column of integers, or have partial sums, and for ragged rows of x.
+        On every rank, if indices are not a column of integers, and for ragged rows of x.
     GridError
         On every rank, if the indices are on another Grid.
 
@@ -97,8 +97,7 @@ def take(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray) -> Tensor:
     check_type("take", x.spec)
     table = matrix_transpose(x)
     matrix = _matrix_of(x, TAKEN, indices, table.shape[1])
-    call(x.grid.engine, partial(check_indices, TAKEN, matrix, table.shape[1], x.grid))
-    return looked_up("take", matrix, table)
+    return looked_up("take", checked(TAKEN, matrix, table.shape[1], x.grid), table)
 
 
 def scatter_add(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray, rows: int) -> Tensor:
@@ -124,7 +123,7 @@ def scatter_add(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray, rows: i
     Pmm3dError
         On every rank, for an index outside the result.
     LayoutError, DTypeError
-        On every rank, if indices are not a column of integers, one for each row of x, or have partial sums.
+        On every rank, if indices are not a column of integers, one for each row of x.
     GridError
         On every rank, if the indices are on another Grid.
 
@@ -149,7 +148,7 @@ def scatter_add(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray, rows: i
     count = natural(rows, "scatter_add: rows is a whole number of at least 0", 0, LayoutError)
     check_type("scatter_add", x.spec)
     matrix = _matrix_of(x, ADDED, indices, count)
-    call(x.grid.engine, partial(check_indices, ADDED, matrix, count, x.grid))
+    matrix = checked(ADDED, matrix, count, x.grid)
     if matrix.shape[0] != x.shape[0]:
         raise LayoutError(f"scatter_add: x has {x.shape[0]} rows, and there are {matrix.shape[0]} indices")
     matrix = _without_x_and_y(matrix)
@@ -282,6 +281,16 @@ def _own_indices(matrix: DistMatrix, library: NumpyLibrary, box: Box, count: int
     return (held - box.c0).clip(0, max(0, box.shape[1] - 1)), inside[:, None]
 
 
+def checked(words: Indices, indices: Matrix, count: int, grid: Grid) -> DistMatrix:
+    """Indices without partial sums, which `check_indices` accepts."""
+    matrix = indices.value if isinstance(indices, Tensor) else indices
+    if matrix.grid is grid and matrix.layout.sums:
+        held = matrix.layout
+        matrix = redistributed(matrix, layout_of(held.rows, held.cols, (), held.units))
+    call(grid.engine, partial(check_indices, words, matrix, count, grid))
+    return matrix
+
+
 def check_indices(words: Indices, matrix: DistMatrix, count: int, grid: Grid) -> None:
     """Raises GridError, LayoutError, DTypeError or Pmm3dError, on every rank, for invalid indices. On a device, values
     of indices with a known `labels_below` are not checked, because the host would wait for the device.
@@ -305,11 +314,6 @@ def check_indices(words: Indices, matrix: DistMatrix, count: int, grid: Grid) ->
             raise DTypeError(
                 f"{words.name}: {words.what} must be integers; got {matrix.dtype}. Convert them, for example by "
                 "DistMatrix.from_global(grid, array.astype('int64'), layout=...)"
-            )
-        if matrix.layout.sums:
-            raise LayoutError(
-                f"{words.name}: {words.what} have partial sums over {', '.join(matrix.layout.sums)}. Sum them first, "
-                "for example by redistribute"
             )
         if not known and matrix.library.has_data:
             host = matrix.library.to_numpy(matrix.local).reshape(-1)

@@ -315,7 +315,7 @@ def test_what_is_refused(comm, grid, fails):
         index, imaginary = x.__getitem__, nn.Tensor(spread(grid, drawn((6, 8), 1) * 1j))
         of_complex = [partial(nn.abs, imaginary), partial(nn.maximum, imaginary, 0), partial(nn.argmax, imaginary)]
         empty, wide = (nn.Tensor(spread(grid, drawn(shape, 1))) for shape in ((0, 8), (6, 9)))
-        abroad, partial_index = spread(elsewhere, PAIR), spread(grid, PAIR, Layout(sums="x"))
+        abroad = spread(elsewhere, PAIR)
         weights, outside = [x.T, x.T], nn.Tensor(spread(grid, np.array([[0], [7]]), Layout()))
         for kind, text, call in (
             (LayoutError, "6 x 8 and 6 x 2 do not match", lambda: x + x[:, :2]),
@@ -355,8 +355,6 @@ def test_what_is_refused(comm, grid, fails):
             (GridError, "take: indices must be on the Grid .*two Grids", lambda: nn.take(x, abroad)),
             (GridError, "scatter_add: indices must be on", lambda: nn.scatter_add(x[:2], nn.Tensor(abroad), 6)),
             (GridError, "embedding: tokens must be on", lambda: nn.transformer.embedding(abroad, x)),
-            (LayoutError, "take: indices have partial sums over x", lambda: nn.take(x, partial_index)),
-            (LayoutError, "scatter_add: indices have partial", lambda: nn.scatter_add(x[:2], partial_index, 6)),
             (LayoutError, "x has 6 rows, and there are 2 indices", lambda: nn.scatter_add(x, [0, 1], 2)),
             (LayoutError, "rows is a whole number", lambda: nn.scatter_add(x, [0] * 6, -1)),
             (DTypeError, "indices are a list of integers", lambda: nn.take(x, [0.5])),

@@ -43,6 +43,21 @@ def test_of_equal_elements_the_first_is_the_largest(grid):
         assert np.array_equal(whole(x.grad), np.arange(X.size).reshape(X.shape) == X.argmin())
 
 
+@over_grids(lambda ranks: [WIDEST[ranks]])
+def test_partial_sums_of_indices_are_summed(grid):
+    """Before they are checked: the part of a rank alone may be out of range."""
+    layout, wanted = Layout(sums=("x", "y")), np.array([[2], [4], [0]])
+    ranks = grid.x.size * grid.y.size
+    own = wanted - 5 * (ranks - 1) if grid.x.index == grid.y.index == 0 else np.full((3, 1), 5)
+    indices = DistMatrix(grid, to_library(own), (3, 1), layout)
+    x = nn.Tensor(spread(grid, X, batch_layout("y")))
+    assert np.array_equal(whole(nn.take(x, indices)), X[wanted[:, 0]])
+    assert np.array_equal(whole(nn.transformer.embedding(indices, x.T)), X[wanted[:, 0]])
+    expected = np.zeros((5, 5))
+    expected[wanted[:, 0]] = X[:3]
+    assert np.array_equal(whole(nn.scatter_add(x[:3], indices, 5)), expected)
+
+
 @over_grids(ALL_GRIDS)
 def test_nan_is_the_largest_and_the_smallest(grid):
     """Also beside infinite numbers; the first NaN counts."""

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ...arrays import Array
-from ...comm import Grid, call
+from ...comm import Grid
 from ...errors import LayoutError
 from ...layout import Layout, order_of
 from ...layout.layout import layout_of, unit_of
@@ -15,7 +15,7 @@ from ...product.constructors import Library
 from ..compute import local_results
 from ..dense import cuts_inside, weight_layout
 from ..layers import Dropout, check_activations, check_sizes, parameter
-from ..lookup import Indices, check_indices, looked_up, redistributed
+from ..lookup import Indices, checked, looked_up, redistributed
 from ..module import Module
 from ..precision import Precision
 from ..seeds import check_grid, derived, seed_of
@@ -51,7 +51,7 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     Pmm3dError
         On every rank, for a token outside the vocabulary.
     LayoutError, DTypeError
-        On every rank, if tokens are not a column of integers, or have partial sums.
+        On every rank, if tokens are not a column of integers.
     GridError
         On every rank, if the tokens are on another Grid.
 
@@ -72,9 +72,7 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
     array([[ 3., 13.],
            [ 0., 10.]])
     """
-    matrix = tokens.value if isinstance(tokens, Tensor) else tokens
-    call(table.grid.engine, partial(check_indices, TOKENS, matrix, table.shape[1], table.grid))
-    return looked_up("embedding", matrix, table)
+    return looked_up("embedding", checked(TOKENS, tokens, table.shape[1], table.grid), table)
 
 
 def positions_of(x: Tensor) -> Array:
