@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from multiprocessing import get_context
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from rich.markup import escape
@@ -37,7 +38,7 @@ PROCESSES = 8
 """Largest number of processes that simulate pipelines. Each has 0.3 GB of memory and takes 2 s to start."""
 LARGEST = 10
 """Number of rows of the table of the longest actions."""
-NO_SETTINGS: Mapping[str, Any] = {}
+NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
