@@ -34,8 +34,8 @@ class PairSource(SampleSource):
     memo    in `both`: targets of the rows whose inputs this thread has read, so that the object is called once
 
     Only one thread of this source at a time calls the object. Another source of the same object has its own thread.
-    Raises DataError for an object without length or items, and for a first
-    item that is no pair of numbers, or that is not the same when it is read again.
+    Raises DataError for an object without length or items, and for a first item that is no pair of numbers, or that is
+    not the same when it is read again.
     """
 
     def __init__(self, items: Pairs, path: str):

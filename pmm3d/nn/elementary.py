@@ -8,14 +8,11 @@ from typing import Any
 
 from ..arrays import Array, NumpyLibrary
 from ..errors import Pmm3dError
-from ..product import DistMatrix
 from .compute import check_real
 from .elementwise import Activation, Aten, Elementwise, map_elementwise
-from .tensor import Tensor, as_tensor, summed
+from .tensor import Matrix, Tensor, as_tensor, summed
 
 __all__ = ["abs", "clip", "exp", "log", "pow", "sqrt"]
-
-Matrix = Tensor | DistMatrix
 
 
 def _power_slope(_: NumpyLibrary, g: Array, x: Array, exponent: float) -> Array:

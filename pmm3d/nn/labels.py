@@ -14,9 +14,7 @@ from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import array_namespace
 from .ragged_rows import same_rows
-from .tensor import Tensor
-
-Matrix = Tensor | DistMatrix
+from .tensor import Matrix, Tensor
 
 
 class OwnLabels(NamedTuple):

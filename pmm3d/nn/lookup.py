@@ -22,11 +22,9 @@ from .dense import OTHER, weight_axis
 from .parallel import BackwardSync
 from .parameter import Parameter
 from .parts import matrix_transpose
-from .tensor import Tensor, as_tensor, relayout
+from .tensor import Matrix, Tensor, as_tensor, relayout
 
 __all__ = ["scatter_add", "take"]
-
-Matrix = Tensor | DistMatrix
 
 
 class Indices(NamedTuple):
@@ -96,8 +94,8 @@ def take(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray) -> Tensor:
     x = as_tensor(x)
     check_type("take", x.spec)
     table = matrix_transpose(x)
-    matrix = _matrix_of(x, TAKEN, indices, table.shape[1])
-    return looked_up("take", checked(TAKEN, matrix, table.shape[1], x.grid), table)
+    matrix = checked(TAKEN, _matrix_of(x, TAKEN, indices, table.shape[1]), table.shape[1], x.grid)
+    return looked_up("take", matrix, table)
 
 
 def scatter_add(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray, rows: int) -> Tensor:
@@ -147,8 +145,7 @@ def scatter_add(x: Matrix, indices: Matrix | Sequence[int] | np.ndarray, rows: i
     x = as_tensor(x)
     count = natural(rows, "scatter_add: rows is a whole number of at least 0", 0, LayoutError)
     check_type("scatter_add", x.spec)
-    matrix = _matrix_of(x, ADDED, indices, count)
-    matrix = checked(ADDED, matrix, count, x.grid)
+    matrix = checked(ADDED, _matrix_of(x, ADDED, indices, count), count, x.grid)
     if matrix.shape[0] != x.shape[0]:
         raise LayoutError(f"scatter_add: x has {x.shape[0]} rows, and there are {matrix.shape[0]} indices")
     matrix = _without_x_and_y(matrix)
@@ -231,10 +228,10 @@ class Lookup(NamedTuple):
                 library.add_columns(out, index, library.astype(own, library.dtype(out)), grid.workspace)
 
 
-def _matrix_of(x: Tensor, words: Indices, indices: Any, count: int) -> DistMatrix:
+def _matrix_of(x: Tensor, words: Indices, indices: Any, count: int) -> Matrix:
     """Indices as a matrix. A host array is split over data and z. count: number of valid indices."""
     if isinstance(indices, (Tensor, DistMatrix)):
-        return indices.value if isinstance(indices, Tensor) else indices
+        return indices
     host, grid, name = np.asarray(indices), x.grid, words.name
     if grid.engine.recorder is not None:
         grid.engine.recorder.refuse(f"the indices of {name} are in a host array, which may differ from step to step")

@@ -21,11 +21,11 @@ from ..layout import Layout
 from ..product import DistMatrix
 from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
-from .labels import Matrix, OwnLabels, check_weights, local_labels, weights_of
+from .labels import OwnLabels, check_weights, local_labels, weights_of
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule, Tape
-from .tensor import Tensor, as_tensor, relayout, summed
+from .tensor import Matrix, Tensor, as_tensor, relayout, summed
 
 SCALAR = Layout()
 REDUCTIONS = ("mean", "sum")

@@ -17,11 +17,9 @@ from .compute import TensorSpec, check_real, check_type, computing, local_result
 from .elementwise import TIMES, Elementwise, map_elementwise
 from .parts import check_dim
 from .statistics import as_column_or_row, begin_sum, first_extreme, log_sum_exp, share, sum_over
-from .tensor import Tensor, as_tensor, relayout, summed
+from .tensor import Matrix, Tensor, as_tensor, relayout, summed
 
 __all__ = ["argmax", "log_softmax", "max", "mean", "min", "softmax", "sum"]
-
-Matrix = Tensor | DistMatrix
 
 
 def sum(x: Matrix, dim: int | None = None) -> Tensor:

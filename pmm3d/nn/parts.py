@@ -12,15 +12,13 @@ from ..comm import call
 from ..errors import LayoutError
 from ..layout import Layout, RaggedRows, natural, naturals, offsets, whole_number, without_order
 from ..layout.layout import Unit
-from ..product import DistMatrix
 from .arithmetic import check_alike
 from .compute import TensorSpec, check_type
 from .ragged_rows import same_rows
-from .tensor import Tensor, as_tensor, relayout, results_of, summed
+from .tensor import Matrix, Tensor, as_tensor, relayout, results_of, summed
 
 __all__ = ["columns", "concat", "matrix_transpose", "rows", "split"]
 
-Matrix = Tensor | DistMatrix
 DIMS = "rows", "columns"
 
 
@@ -32,7 +30,7 @@ def columns(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor
     x : Tensor or DistMatrix
         (m, n). n is a multiple of the unit.
     start, stop : int
-        In a unit, the first column, and the column after the last one.
+        In a unit, the first column, and the column after the last one; the same on all ranks, as `unit`.
     unit : int or None
         Number of columns of a unit. Default: n. The result is then x[:, start:stop].
 
@@ -69,7 +67,7 @@ def rows(x: Matrix, start: int, stop: int, unit: int | None = None) -> Tensor:
     x : Tensor or DistMatrix
         (m, n). m is a multiple of the unit.
     start, stop : int
-        In a unit, the first row, and the row after the last one.
+        In a unit, the first row, and the row after the last one; the same on all ranks, as `unit`.
     unit : int or None
         Number of rows of a unit. Default: m. The result is then x[start:stop].
 
@@ -109,7 +107,7 @@ def split(x: Matrix, sizes: Iterable[int], dim: int = 1) -> list[Tensor]:
     x : Tensor or DistMatrix
         (m, n). n, or m, is a multiple of the sum of the sizes, which is the unit.
     sizes : iterable of int
-        Number of columns, or rows, of each part.
+        Number of columns, or rows, of each part, the same on all ranks.
     dim : int
         0 or 1. Default: 1.
 

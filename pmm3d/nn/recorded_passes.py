@@ -15,7 +15,7 @@ from .module import Module
 from .parallel import BackwardSync
 from .parameter import Parameter
 from .recorded_steps import digest_of, facts_of_pass, names_of, of_matrices
-from .replays import Kind, Kinds
+from .replays import Recording, Recordings
 from .tensor import Tensor
 
 VOTES = 32
@@ -25,7 +25,7 @@ KEPT = 8
 Forward = Callable[..., Tensor]
 
 
-class RecordedPass(Kind):
+class RecordedPass(Recording):
     """A forward pass with equal facts.
 
     last   number of the last pass with these facts
@@ -80,7 +80,7 @@ class RecordedPass(Kind):
         return out
 
 
-class Passes(Kinds[RecordedPass]):
+class Passes(Recordings[RecordedPass]):
     """The recorded forward passes of a network. `Passes.of(network)`.
 
     The first two passes with equal facts run as usual, and the third is recorded. In the next one the program and the

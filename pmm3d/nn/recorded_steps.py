@@ -22,7 +22,7 @@ from .module import Module
 from .operations import log_softmax, softmax
 from .parallel import BackwardSync
 from .parameter import Parameter
-from .replays import Kind, Kinds, copy_of, logger
+from .replays import Recording, Recordings, copy_of, logger
 from .tape import Tape
 
 ORDINARY = 2
@@ -42,7 +42,7 @@ RunPasses = Callable[[Sequence[Batch]], list[Any]]
 """passes(batches) runs the forward and backward passes, and returns the losses."""
 
 
-class Recorded(Kind):
+class RecordedStep(Recording):
     """The passes of a step with equal facts.
 
     checked   whether the program gave the bits of ordinary passes on this rank
@@ -171,7 +171,7 @@ class Trace:
         return ""
 
 
-class Replays(Kinds[Recorded]):
+class Replays(Recordings[RecordedStep]):
     """The recorded steps of a network. `Replays.of(network)`.
 
     The third step with equal facts is recorded; the first step of a network has other facts, because its gradients have
@@ -188,11 +188,11 @@ class Replays(Kinds[Recorded]):
     def __init__(self, grid: Grid, everyone: Axis):
         super().__init__(grid, everyone)
         self.scale, self._programs, self._tries = Argument(1.0), 0, 0
-        self._now: Recorded | None = None
-        self._replayed: Recorded | None = None
+        self._now: RecordedStep | None = None
+        self._replayed: RecordedStep | None = None
 
-    def _new(self, facts: list[Any]) -> Recorded:
-        return Recorded(facts, self.scale)
+    def _new(self, facts: list[Any]) -> RecordedStep:
+        return RecordedStep(facts, self.scale)
 
     def run(self, facts: list[Any] | str, network: Module, batches: Sequence[Batch], passes: RunPasses) -> list[Any]:
         """Run the passes of a step, ordinarily or replayed, and return the losses. Collective.

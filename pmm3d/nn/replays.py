@@ -1,14 +1,13 @@
-"""Recorded programs by the facts on which they depend: those of training steps, and those of forward passes."""
+"""RecordedStep programs by the facts on which they depend: those of training steps, and those of forward passes."""
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import MethodType
 from typing import Any, Generic, TypeVar
 from weakref import ref
-
-import numpy as np
 
 from ..arrays import Arena, Array
 from ..comm import Axis, Grid, Look, Program, Recorder, check_program
@@ -27,7 +26,7 @@ VALUES = {int, float, str, bool, tuple, Layout, MethodType}
 """Types of facts that are compared. Other facts must be the same objects."""
 
 
-class Kind:
+class Recording:
     """Steps, or passes, with equal facts.
 
     facts     objects on which the program depends
@@ -78,11 +77,11 @@ class Kind:
         self.program, self.trusted, self.seen = None, False, seen
 
 
-Some = TypeVar("Some", bound=Kind)
-Own = TypeVar("Own", bound="Kinds[Any]")
+Some = TypeVar("Some", bound=Recording)
+Own = TypeVar("Own", bound="Recordings[Any]")
 
 
-class Kinds(Generic[Some]):
+class Recordings(ABC, Generic[Some]):
     """The kinds of steps of a network, the last one first. Subclasses decide when to record and to compare.
 
     what       the steps, for the log
@@ -121,9 +120,7 @@ class Kinds(Generic[Some]):
 
     def _totals(self, *numbers: float) -> list[float]:
         """Sums of numbers over all ranks. Collective."""
-        with self._grid.ledger.phase("agreement"):
-            total: list[float] = self._everyone.all_reduce(np.array(numbers, float), agreed=True).wait().tolist()
-        return total
+        return BackwardSync.of(self._grid).summed(self._everyone, numbers)
 
     def _every(self, mine: bool) -> bool:
         """Whether `mine` is true on all ranks. Collective."""
@@ -142,9 +139,9 @@ class Kinds(Generic[Some]):
         if kind.program is not None and self._everyone.index == 0:
             logger.info("%s are replayed: %d instructions", self.what, len(kind.program.instructions))
 
+    @abstractmethod
     def _new(self, facts: list[Any]) -> Some:
-        """A new kind. A subclass defines it."""
-        raise NotImplementedError
+        """A new recording."""
 
     def _with(self, facts: list[Any]) -> Some:
         """The kind with these facts. Its program is forgotten if its memory was given up after an error."""

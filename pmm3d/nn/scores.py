@@ -8,10 +8,10 @@ import numpy as np
 
 from ..errors import Pmm3dError
 from .compute import TensorSpec
-from .labels import Matrix, labels_of
+from .labels import labels_of
 from .loss import aligned_target
 from .statistics import combine_over, first_extreme, merged, sum_over
-from .tensor import Tensor, summed
+from .tensor import Matrix, Tensor, summed
 
 
 def accuracy(logits: Tensor, labels: Matrix) -> float:

@@ -431,7 +431,11 @@ def _saved(name: str, array: Tensor | Array, results: Sequence[Tensor]) -> Saved
     return owners[0]._pack(name) if owners else Saved(results[0].tape, name, array)
 
 
-def as_tensor(value: Tensor | DistMatrix) -> Tensor:
+Matrix = Tensor | DistMatrix
+"""Operand of most operations: a Tensor, or a DistMatrix without a gradient."""
+
+
+def as_tensor(value: Matrix) -> Tensor:
     return value if isinstance(value, Tensor) else Tensor(value)
 
 

@@ -13,7 +13,7 @@ from pmm3d import DataError
 from pmm3d.io import DataSet, Mixture, TokenDataSet
 from pmm3d.io.mapped import Mapped
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
 
 SEQUENCE, VOCABULARY = 8, 300
 TOKENS = np.arange(SEQUENCE * 11 + 4) * 37 % VOCABULARY

@@ -18,7 +18,7 @@ from pmm3d.io.mixture import Joined, Piece
 from pmm3d.io.split import Draws
 from pmm3d.nn.training.samples import class_weights_of
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
 CUTS = (0, 5, 16, SAMPLES)
 """Edges of three files with the rows of X."""
 SIZES = tuple(np.diff(CUTS).tolist())

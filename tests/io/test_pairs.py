@@ -11,7 +11,7 @@ from pmm3d.io import DataSet, TokenDataSet
 from pmm3d.layout import ORDERS
 from pmm3d.nn.transformer import token_layout
 
-pytestmark = [pytest.mark.parallel([4], thorough=[1, 2]), pytest.mark.deadline(240)]
+pytestmark = [pytest.mark.parallel([2], thorough=[1, 4]), pytest.mark.deadline(240)]
 SEQUENCE = 8
 TEXT = np.arange(SEQUENCE * 9 + 1) * 7 % 50
 
