@@ -55,11 +55,12 @@ class Sleeping:
         into: Any,
         fresh: bool,
         part: str,
+        bound: Any,
     ) -> None:
         """`kernel.attend`, with a result of 0."""
         if fresh:
             into.out[...], into.lse[...] = 0, 0
-        self.pairs += self._sleep(False, q.shape[1], queries, keys, visible, part)
+        self.pairs += self._sleep(False, q.shape[1], bound or block_pairs(queries, keys, visible), part)
 
     def attend_backward(
         self,
@@ -80,17 +81,13 @@ class Sleeping:
         dv: Any,
         fresh: bool,
         part: str,
+        bound: Any,
     ) -> None:
         """`kernel.attend_backward`, with gradients of 0."""
-        self._sleep(True, q.shape[1], queries, keys, visible, part)
+        self._sleep(True, q.shape[1], bound or block_pairs(queries, keys, visible), part)
 
-    def _sleep(self, backward: bool, heads: int, queries: Rows, keys: Rows, visible: Visible, part: str) -> float:
-        lists = [
-            each
-            for _, *both in block_pairs(queries, keys, visible)
-            for name, each in zip(("before", "after"), both)
-            if part in ("", name)
-        ]
+    def _sleep(self, backward: bool, heads: int, every: Any, part: str) -> float:
+        lists = [each for _, *both in every for name, each in zip(("before", "after"), both) if part in ("", name)]
         pairs = sum(map(len, lists)) * heads / self.heads
         time.sleep(pairs * self.seconds[backward])
         return pairs

@@ -65,12 +65,17 @@ def start_of(seed: int, stream: int) -> int:
     return int(_mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)[0])
 
 
+def uniform(library: NumpyLibrary, index: Array, seed: int, stream: int = 0) -> Array:
+    """Return a uniform number from 0 to 1 for each index, as float64. Arguments as in `bits`."""
+    return (library.astype(_right(bits(index, seed, stream), 11), "float64") + 0.5) * 2.0**-53
+
+
 def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribution: str) -> Array:
-    drawn = bits(index, seed, stream)
     if distribution == "integers":
+        drawn = bits(index, seed, stream)
         halves = _right(drawn, 32) * _word(drawn, 4) + (drawn & _word(drawn, 2**32 - 1))  # 2^32 is 4 modulo 9
         return library.astype(halves % _word(drawn, 9), "float64") - 4
-    unit = (library.astype(_right(drawn, 11), "float64") + 0.5) * 2.0**-53
+    unit = uniform(library, index, seed, stream)
     return 2 * unit - 1 if distribution == "uniform" else library.special("ndtri")(unit)
 
 

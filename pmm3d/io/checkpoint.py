@@ -380,20 +380,21 @@ class Checkpoints:
             if name in described or not (partial(name) if callable(partial) else partial)
         }
         if text := differences(here, there):
-            raise CheckpointError(
-                f"{checkpoint.path} is the checkpoint of another network. {text}. Load it with the network and "
-                "the optimizer that it was saved with"
-            )
+            other, needed = "the checkpoint of another network", "the network and the optimizer"
+            if all(name.startswith("optimizer/") for name, _ in here.items() ^ there.items()):
+                other, needed = "of an optimizer with other states", "the groups and options of the optimizer"
+            raise CheckpointError(f"{checkpoint.path} is {other}. {text}. Load it with {needed} that it was saved with")
 
 
 def _json_of(meta: Any) -> str:
     try:
-        return json.dumps(meta, default=_plain)
+        return json.dumps(meta, default=plain)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"meta must contain only values that JSON has: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Value for JSON of a number or an array of numpy."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     raise TypeError(f"got an object of type {type(value).__name__}")

@@ -44,7 +44,7 @@ class DataSet(Batched):
         have the name "x".
     targets : str
         Name of the targets. Integers, (n,) or (n, 1), are labels of the classes 0, 1, ...; other numbers are vectors,
-        flattened likewise. Those of pairs have the name "y".
+        flattened likewise. Those of pairs have the name "y", and False and True are 0 and 1 there.
     dtype : str or dtype
         Element type of inputs and vectors. Default: "float32". Labels are int64.
     library : str or None
@@ -73,6 +73,8 @@ class DataSet(Batched):
         Names of the columns of targets that are values, likewise.
     table : dict or None
         Description of the table from which `pmm3d convert` made the samples, by which other tables are converted.
+    of_probabilities : bool
+        Whether loaders refuse targets below 0 or above 1. Default: False.
     facts : dict of str to list of str
         Names that are compared with those of stored weights: "columns", "targets" that are values, and "classes" in the
         order of the numbers in batches. Names that the file lacks are left out.
@@ -126,7 +128,7 @@ class DataSet(Batched):
         cache_bytes: int = 2**28,
     ):
         super().__init__()
-        self.grid, self.path, self.cache_bytes = grid, name_of(source), cache_bytes
+        self.grid, self.path, self.cache_bytes, self.of_probabilities = grid, name_of(source), cache_bytes, False
         largest, fingerprint = -1, ""
         with grid.collective_call(
             "DataSet", self.path, inputs, targets, dtype, library_kind(library), classes, labels, cache_bytes
@@ -325,6 +327,7 @@ class DataSet(Batched):
             Source(self.inputs, self.features, batch_layout(split_inputs), self.dtype),
             Source(self.targets, self.outputs, batch_layout(split_targets), of_targets),
         )
+        sources[1].of_probabilities = self.of_probabilities
         return self._loader(sources, batch_size, shuffle, seed, drop_last, prefetch, rows, micro_batches)
 
 

@@ -97,7 +97,7 @@ class PairSource(SampleSource):
             ) from error
         try:
             x, y = (_array(each) for each in read)
-            known = all(each.dtype.kind in "fiu" for each in (x, y))
+            known = all(each.dtype.kind in "bfiu" for each in (x, y))
         except Exception:
             known = False
         if not known or isinstance(read, dict):

@@ -109,6 +109,7 @@ class Source:
     layout    layout of a batch;   dtype   element type of a batch
     name      of the data set;   low   this rank's first column, after `open`
     scale     by which values are standardised when they are read; None: they are not
+    of_probabilities   whether values below 0 or above 1 are refused
 
     The columns of all samples of HDF5 files are read once and cached if they have at most `cache_bytes`. Columns of a
     contiguous data set must also have at most `SMALL_BYTES`. HDF5 reads a whole chunk for each row: 30 us uncompressed,
@@ -120,6 +121,7 @@ class Source:
         self.name = dataset.name.removeprefix("/")
         self.cache: np.ndarray | None = None
         self.scale: ColumnScale | None = None
+        self.of_probabilities = False
 
     def shape(self, samples: int) -> tuple[int, int]:
         """Return the shape of a batch of this many samples."""
@@ -270,17 +272,21 @@ class Reader:
                 if values.dtype.kind == "i":
                     values[...] = self._renumbered(values, rows, source.dataset)
                 else:
-                    self._check_finite(values, source, rows)
+                    self._check(values, source, rows)
                     if source.scale is not None:
                         source.scale.apply(values, source.low)
         return x, y
 
-    def _check_finite(self, values: np.ndarray, source: Source, rows: Rows) -> None:
-        if values.size == 0 or (np.isfinite(values.min()) and np.isfinite(values.max())):
+    def _check(self, values: np.ndarray, source: Source, rows: Rows) -> None:
+        """Raise DataError for a value that is not finite, or no probability where these are needed."""
+        least, most = (0, 1) if source.of_probabilities else (np.finfo(values.dtype).min, np.finfo(values.dtype).max)
+        if values.size == 0 or (least <= values.min() and values.max() <= most):
             return
-        row, column = np.argwhere(~np.isfinite(values))[0]
+        row, column = np.argwhere(~((values >= least) & (values <= most)))[0]
         path, number = place_of(source.dataset, self._file.path, np.r_[rows][row])
         raise DataError(
             f"{path}: row {number} of data set {source.name!r} holds "
             f"{values[row, column]} in column {source.low + column}, as {values.dtype}"
+            + "; needed is a number from 0 to 1: convert it, or choose another loss"
+            * source.of_probabilities
         )

@@ -150,7 +150,8 @@ class SourceFile(SampleSource):
             raise DataError(f"{self.path}: data set {name!r} is empty: its shape is {dataset.shape}")
         if dataset.dtype.kind not in "fiu":
             kind = "strings" if h5py.check_string_dtype(dataset.dtype) else dataset.dtype
-            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers")
+            remedy = ": write it as uint8" * (kind == "bool")
+            raise DataError(f"{self.path}: data set {name!r} holds {kind}; needed are real numbers{remedy}")
         return dataset
 
     def _opened(self, name: str) -> h5py.Dataset | None:

@@ -27,6 +27,8 @@ HDF5 = b"\x89HDF"
 """First bytes of an HDF5 file."""
 BYTES = 256
 """Size of the vocabulary without a tokenizer."""
+ENDS = "<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<eos>"
+"""Names of tokens that end a text."""
 OF_TOKENS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 """Keys of a tokenizer's JSON that determine the tokens of a text; the others only cut, pad or decode."""
 
@@ -133,6 +135,29 @@ class Tokenizer:
             raise DataError(
                 f"the text is not UTF-8, from byte {getattr(error, 'start', 0)} on: convert it to UTF-8"
             ) from None
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Special tokens that end a text, with a name in `ENDS`."""
+        known = {} if self.json is None else self._made.get_added_tokens_decoder()
+        return [number for number, token in known.items() if token.special and token.content in ENDS]
+
+    def token(self, text: str) -> int:
+        """Return the token of a text. Raises DataError if there is none.
+
+        It is the token that decodes to the text. If there are several, it is the one with this name, or the first one.
+        Otherwise it is the only token that the text encodes to.
+        """
+        tokens = self.encode(text).tolist()
+        if self.json is not None and text:  # if each word begins with a blank, "\n" encodes to two tokens
+            for token in (self._made.token_to_id(text) or 0, *range(self.vocabulary)):
+                if self.decode([token]) == text:
+                    return token
+        if len(tokens) != 1:
+            raise DataError(
+                f"{text!r} is {counted(len(tokens), 'token')}, not one: name the text of a token of the tokenizer"
+            )
+        return tokens[0]
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; bytes that are not UTF-8 become U+FFFD.

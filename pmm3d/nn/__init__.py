@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .grouped import grouped_linear
     from .layers import Dropout, LayerNorm, Linear, RMSNorm
     from .lookup import scatter_add, take
-    from .loss import cross_entropy, mae, mse
+    from .loss import binary_cross_entropy_with_logits, cross_entropy, huber, kl_div, mae, mse
     from .module import Module
     from .operations import argmax, log_softmax, max, mean, min, softmax, sum
     from .overlap import Overlap
@@ -57,7 +57,7 @@ _MODULES = {
     "containers": ("MLP", "Residual", "Sequential"),
     "layers": ("Dropout", "LayerNorm", "Linear", "RMSNorm"),
     "module": ("Module",),
-    "loss": ("cross_entropy", "mae", "mse"),
+    "loss": ("binary_cross_entropy_with_logits", "cross_entropy", "huber", "kl_div", "mae", "mse"),
     "recompute": ("Recompute",),
     "recorded_steps": ("replay",),
     "scores": ("accuracy", "r2"),
@@ -70,12 +70,13 @@ _MODULES = {
 __all__ = [
     "Attention", "Dropout", "Embedding", "Encoder", "FeedForward", "GPT", "Gradient", "LayerNorm", "LazyMatrix",
     "Linear", "Llama", "MLP", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
-    "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "abs", "accuracy", "add", "argmax", "cast", "clip",
-    "columns", "concat", "cross_entropy", "defer_weights", "divide", "dropout", "exp", "gelu", "gelu_tanh", "generate",
-    "grouped_linear", "layer_norm", "linear", "log", "log_softmax", "mae", "manual_seed", "map_elementwise", "matmul",
-    "matrix_transpose", "max", "maximum", "mean", "min", "minimum", "mse", "multiply", "no_grad", "no_sync", "pow",
-    "r2", "ragged", "relayout", "relu", "replay", "results_of", "rms_norm", "rows", "scale", "scatter_add", "sigmoid",
-    "silu", "softmax", "split", "sqrt", "subtract", "sum", "take", "tanh", "unchanged", "where",
+    "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "abs", "accuracy", "add", "argmax",
+    "binary_cross_entropy_with_logits", "cast", "clip", "columns", "concat", "cross_entropy", "defer_weights", "divide",
+    "dropout", "exp", "gelu", "gelu_tanh", "generate", "grouped_linear", "huber", "kl_div", "layer_norm", "linear",
+    "log", "log_softmax", "mae", "manual_seed", "map_elementwise", "matmul", "matrix_transpose", "max", "maximum",
+    "mean", "min", "minimum", "mse", "multiply", "no_grad", "no_sync", "pow", "r2", "ragged", "relayout", "relu",
+    "replay", "results_of", "rms_norm", "rows", "scale", "scatter_add", "sigmoid", "silu", "softmax", "split", "sqrt",
+    "subtract", "sum", "take", "tanh", "unchanged", "where",
 ]  # fmt: skip
 
 

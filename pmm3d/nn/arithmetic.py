@@ -377,7 +377,7 @@ def check_alike(name: str, *operands: Tensor, one_type: bool = True) -> None:
         if a.library != b.library or (one_type and a.dtype != b.dtype):
             raise DTypeError(
                 f"{name}: the operands are {a.dtype} of {a.library.kind} and {b.dtype} of {b.library.kind}; "
-                f"they must be of one {'type and ' * one_type}library"
+                f"they must be of one {'type (nn.cast) and ' * one_type}library"
             )
 
 

@@ -106,7 +106,7 @@ class TensorSpec:
         """The same spec with another element type."""
         return _spec(self.grid, self.shape, self.layout, dtype, self.library, self.local_shape)
 
-    @property
+    @cached_property
     def accumulation(self) -> TensorSpec:
         """The same spec with the type in which elements are summed: float32 for float16 and bfloat16."""
         return self.typed(accumulator(self.dtype))

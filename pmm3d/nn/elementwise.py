@@ -21,10 +21,12 @@ class Elementwise:
     expression   (library, *operands) -> array. 16-bit operands are passed as float32, unless another operand is
                  float32 or float64
     torch        a kernel of torch, or (torch, *operands) -> array. None: the expression
+    widens       pass 16-bit operands as float32 also beside operands of float32 or float64
     """
 
     expression: Callable[..., Array]
     torch: Callable[..., Array] | None = None
+    widens: bool = False
 
     def compiled(self, library: NumpyLibrary, dtype: str, *operands: Any) -> Callable[..., Array]:
         """Kernel of this library for operands of these types, with a result of type `dtype`."""
@@ -37,7 +39,7 @@ class Elementwise:
 def _compiled(function: Elementwise, library: NumpyLibrary, dtype: str, types: tuple[str, ...]) -> Callable[..., Array]:
     if library.name == "torch" and function.torch is not None:
         return partial(function.torch, library.xp)
-    low, widens = {dtype, *types} & set(LOW_PRECISION), not {"float32", "float64"} & set(types)
+    low, widens = {dtype, *types} & set(LOW_PRECISION), function.widens or not {"float32", "float64"} & set(types)
 
     def computed(*operands: Any) -> Array:
         if not low:

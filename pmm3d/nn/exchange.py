@@ -387,6 +387,7 @@ def load_weights(
     *,
     accept: Collection[str] = (),
     facts: Mapping[str, Any] | None = None,
+    ema: bool = True,
 ) -> Path:
     """Set the weights from a file, on any grid and for any precision. Collective.
 
@@ -403,6 +404,8 @@ def load_weights(
         Facts that may differ: "network", "columns", "targets", "classes", "tokenizer". Rank 0 logs the differences.
     facts : mapping or None
         Facts of your data, such as `data.facts` of a `DataSet`. Default: only facts of the network are compared.
+    ema : bool
+        Whether to take the averages of the weights (`optim.EMA`) if a checkpoint contains them. Default: True.
 
     Returns
     -------
@@ -431,13 +434,26 @@ def load_weights(
     ...     nn.exchange.load_weights(net, folder).name
     'step-00000005'
     """
+    return read_weights(network, path, optimizer, accept=accept, facts=facts, ema=ema)[0]
+
+
+def read_weights(
+    network: Module,
+    path: StrPath,
+    optimizer: Optimizer | None = None,
+    *,
+    accept: Collection[str] = (),
+    facts: Mapping[str, Any] | None = None,
+    ema: bool = True,
+) -> tuple[Path, bool]:
+    """Set the weights as `load_weights`. Return the file or folder, and whether the weights are averages."""
     path, parent, published = Path(path), network.parent_grid, False
     with parent.collective_call("load_weights", str(path), always=True), file_errors(path, "read"):
         if parent.rank == 0:
             published = path.suffix == ENDING or any(next(path.glob(name), None) for name in (WEIGHTS, INDEX, SHARDS))
     if parent.comm.bcast(published):
         import_torch(network, path, optimizer, accept=accept, facts=facts)
-        return path
+        return path, False
     checkpoint, keeper = find_checkpoint(parent, path)
-    fill_weights(network, checkpoint, keeper, optimizer, accept=accept, facts=facts)
-    return checkpoint.path
+    averaged = fill_weights(network, checkpoint, keeper, optimizer, accept=accept, facts=facts, ema=ema)
+    return checkpoint.path, averaged

@@ -24,6 +24,8 @@ logger = logging.getLogger("pmm3d.nn")
 Facts = dict[str, Any]
 FACTS = "facts"
 """Key of the facts in a checkpoint's meta, and in the metadata of an exported file."""
+STATES = "states"
+"""Key of the facts of each state in a checkpoint of `TrainStates`."""
 LAYERS = ("vocabulary", "heads", "causal", "window", "rotary_base", "rotary_scaling", "eps")
 """Attributes of layers that change results. Except vocabulary, they change no shape."""
 NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "kv_heads", "head_dim", "qkv_bias", "qk_norm",
@@ -56,7 +58,7 @@ class Difference:
     def __str__(self) -> str:
         start = 0
         if isinstance(self.before, list) and isinstance(self.now, list):
-            start = len(commonprefix([self.before, self.now]))
+            start = len(commonprefix([[*map(repr, each)] for each in (self.before, self.now)]))
         return f"{self.key} was {_text(self.before, start)}, is {_text(self.now, start)}"
 
 

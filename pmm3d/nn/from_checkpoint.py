@@ -15,10 +15,10 @@ from ..io.disk import file_errors
 from ..io.shards import CHECKPOINT_FILE
 from ..layout import LOW_PRECISION
 from ..product import DistMatrix
-from .facts import Facts, compare, facts_in, facts_of
+from .facts import STATES, Facts, compare, facts_in, facts_of
 from .module import Module
 from .optimizer import Optimizer
-from .optimizer_state import STATE, is_state
+from .optimizer_state import STATE, is_average, is_state, names_of_weights
 
 
 def fill_weights(
@@ -29,12 +29,29 @@ def fill_weights(
     *,
     accept: Collection[str] = (),
     facts: Mapping[str, Any] | None = None,
-) -> None:
-    """Set the weights from a checkpoint. Collective. accept, facts: as in `load_weights`."""
+    ema: bool = True,
+) -> bool:
+    """Set the weights from a checkpoint, and return whether they are averages. Collective. accept, facts, ema: as in
+    `load_weights`."""
+    _refuse_several(network.parent_grid, checkpoint)
     prepare(network, checkpoint.path, facts_in(checkpoint.meta), optimizer, accept, facts)
-    make_master_weights(network, {name: dtype for name, (_, dtype) in checkpoint.contents.items()})
-    fill(keeper, checkpoint, network.matrices(), partial=is_state)
+    stored = checkpoint.contents
+    names = names_of_weights(stored, ema)
+    make_master_weights(network, {name: stored[weights][1] for name, weights in names.items()})
+    matrices = {names.get(name, name): matrix for name, matrix in network.matrices().items()}
+    fill(keeper, checkpoint, matrices, partial=lambda name: name not in names.values())
     network.loaded()
+    return any(map(is_average, names.values()))
+
+
+def _refuse_several(grid: Grid, checkpoint: Checkpoint) -> None:
+    with grid.collective_call("load"):
+        if isinstance(checkpoint.meta, dict) and (names := [*checkpoint.meta.get(STATES, {})]):
+            raise CheckpointError(
+                f"{checkpoint.path} contains several networks: {', '.join(names)}. Load one of them with "
+                f'Checkpoints.load: checkpoints.load(path, {{"{names[0]}." + name: each for name, each in '
+                "network.matrices().items()}, partial=True), then network.loaded()"
+            )
 
 
 def prepare(

@@ -1,15 +1,16 @@
-"""Labels of the rows of logits, for `cross_entropy` and for scores."""
+"""Labels of the rows of logits, for `cross_entropy` and for scores, and weights of columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import Array, library_of
 from ..errors import LayoutError, Pmm3dError
+from ..layout import Layout
 from ..layout.layout import layout_of
 from ..product import DistMatrix
 from .compute import array_namespace
@@ -24,8 +25,9 @@ class OwnLabels(NamedTuple):
              the loss is infinite
     inside   weight of the rows in `rows`, 0 for a row whose label's column another rank has. None on the host without
              class weights: then each weight is 1
-    offset   with `row_weights`, -log of the weight of each row, and 0 for weight 0
     row_weights   with ignore_index or class weights, the weight of each row; 0: the row does not count
+    totals   with `row_weights`, the sum of the weights of all classes in the term of each row: the weight of the row,
+             or with label smoothing the mean of it and of the weights of all classes
     """
 
     rows: Array
@@ -33,7 +35,7 @@ class OwnLabels(NamedTuple):
     missed: Array | None = None
     inside: Array | None = None
     row_weights: Array | None = None
-    offset: Array | None = None
+    totals: Array | None = None
 
     @property
     def kept(self) -> dict[str, Array]:
@@ -43,12 +45,13 @@ class OwnLabels(NamedTuple):
 
 
 def local_labels(
-    logits: Tensor, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None
+    logits: Tensor, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None, smoothing: float = 0.0
 ) -> OwnLabels:
     """class_weights: weight of each class; None: 1."""
     box, library, wide = logits.box, logits.library, logits.spec.accumulation
+    both = [] if class_weights is None else [class_weights, _smoothed(class_weights, smoothing)]
     if not library.on_host:
-        return _labels_there(logits, labels, ignored, class_weights)
+        return _labels_there(logits, labels, ignored, both)
     host = labels_of(logits, labels, ignored)
     weighs = ignored is not None or class_weights is not None
     if host is None:
@@ -61,10 +64,15 @@ def local_labels(
     rows, columns = (library.from_numpy(index, "int64") for index in (own, host[own] - box.c0))
     if not weighs:
         return OwnLabels(rows, columns)
-    on_host = weights_of(host, ignored, class_weights)
-    logarithms = -np.log(np.where(on_host > 0, on_host, 1))
-    row_weights, offset = (library.from_numpy(each, wide.dtype) for each in (on_host, logarithms))
-    return OwnLabels(rows, columns, None, None if class_weights is None else row_weights[rows], row_weights, offset)
+    weights = [library.from_numpy(weights_of(host, ignored, each), wide.dtype) for each in both or (None,)]
+    row_weights, totals = weights[0], weights[-1]
+    return OwnLabels(rows, columns, None, None if class_weights is None else row_weights[rows], row_weights, totals)
+
+
+def _smoothed(class_weights: np.ndarray, smoothing: float) -> np.ndarray:
+    """Return, for a label of each class, the sum of the weights of all classes times their smoothed probabilities."""
+    mixed: np.ndarray = (1 - smoothing) * class_weights + smoothing * class_weights.mean()
+    return mixed
 
 
 def weights_of(host: np.ndarray, ignored: int | None, class_weights: np.ndarray | None) -> np.ndarray:
@@ -73,37 +81,44 @@ def weights_of(host: np.ndarray, ignored: int | None, class_weights: np.ndarray 
     return counted.astype(float) if class_weights is None else class_weights[np.where(counted, host, 0)] * counted
 
 
-def check_weights(logits: Tensor, weight: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
+def check_weights(
+    logits: Tensor, weight: Sequence[float] | np.ndarray | None, loss: str, argument: str, *others: Any
+) -> np.ndarray | None:
     """Return the weights of the classes as an array. Raises, on every rank, Pmm3dError if they are no weights, and
-    DisagreementError if they differ. Collective with weights, and with PMM3D_DEBUG=1."""
+    DisagreementError if they, or other numbers, differ. Collective with weights, and with PMM3D_DEBUG=1.
+
+    loss, argument   name of the loss and of its argument, for messages
+    """
     try:
-        class_weights = None if weight is None else np.asarray(weight, float)
+        weights = None if weight is None else np.asarray(weight, float)
     except (TypeError, ValueError):
-        class_weights = np.empty(0)
-    if class_weights is None and not logits.grid.debug:
+        weights = np.empty(0)
+    if weights is None and not logits.grid.debug:
         return None
-    given, recorder = None if class_weights is None else class_weights.tolist(), logits.grid.engine.recorder
+    of_classes = argument == "weight"
+    given, recorder = None if weights is None else weights.tolist(), logits.grid.engine.recorder
     with (
         nullcontext() if recorder is None else recorder.paused(),  # a recorded step has constant weights
-        logits.grid.collective_call("cross_entropy", logits.shape[1], given),
+        logits.grid.collective_call(loss, logits.shape[1], given, *others),
     ):
-        if class_weights is not None and not (
-            class_weights.shape == (logits.shape[1],)
-            and np.isfinite(class_weights).all()
-            and (class_weights >= 0).all()
-            and class_weights.any()
+        if weights is not None and not (
+            weights.shape == (logits.shape[1],)
+            and np.isfinite(weights).all()
+            and (weights >= 0).all()
+            and (weights.any() or not of_classes)
         ):
             raise Pmm3dError(
-                f"cross_entropy: weight is one number for each of the {logits.shape[1]} classes, at least 0 and not "
-                f"all 0; got {weight!r}"
+                f"{loss}: {argument} is one number for each of the {logits.shape[1]} "
+                f"{'classes, at least 0 and not all 0' if of_classes else 'columns, at least 0'}; got {weight!r}"
             )
-    return class_weights
+    return weights
 
 
-def _labels_there(
-    logits: Tensor, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None = None
-) -> OwnLabels:
-    """Find labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call."""
+def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None, of_classes: Sequence[np.ndarray]) -> OwnLabels:
+    """Find labels on the device of the logits. The host checks each matrix once; with ignore_index, in each call.
+
+    of_classes   with class weights: `row_weights` and `totals` for a label of each class
+    """
     box, library, xp = logits.box, logits.library, array_namespace(logits.shard)
     matrix = _aligned_labels(logits, labels)
     if not _known(logits, labels):
@@ -115,20 +130,20 @@ def _labels_there(
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
-    row_weights, offset, wide = None, None, logits.spec.accumulation.dtype
+    row_weights, totals, wide = None, None, logits.spec.accumulation.dtype
     if ignored is not None:
         counted = held != ignored
         inside, right = inside & counted, right | (held == ignored)
-        row_weights = library.astype(counted, wide)
+        row_weights = totals = library.astype(counted, wide)
     own_weights = library.astype(inside, wide)
-    if class_weights is not None:
-        known = library.from_numpy(class_weights, wide)[held.clip(0, logits.shape[1] - 1)]
-        row_weights, own_weights = known if row_weights is None else known * row_weights, own_weights * known
-    if row_weights is not None:
-        offset = -xp.log(xp.where(row_weights > 0, row_weights, 1))
+    if of_classes:
+        index = held.clip(0, logits.shape[1] - 1)
+        known, mixed = (library.from_numpy(each, wide)[index] for each in of_classes)
+        own_weights = own_weights * known
+        row_weights, totals = (known, mixed) if row_weights is None else (known * row_weights, mixed * row_weights)
     columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
-    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), own_weights, row_weights, offset)
+    return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), own_weights, row_weights, totals)
 
 
 def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:
@@ -147,6 +162,11 @@ def _known(logits: Tensor, labels: Matrix) -> bool:
     return labels.labels_below is not None and labels.labels_below <= logits.shape[1]
 
 
+def layout_of_rows(logits: Tensor) -> Layout:
+    """Return the layout of a column with a number for each row of the logits."""
+    return layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1))
+
+
 def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
     """Redistribute the labels to the layout of the rows of the logits."""
     labels = labels.value if isinstance(labels, Tensor) else labels
@@ -155,7 +175,7 @@ def _aligned_labels(logits: Tensor, labels: Matrix) -> DistMatrix:
         raise LayoutError(f"cross_entropy: labels are a DistMatrix, ({rows}, 1); got a {type(labels).__name__}")
     if labels.shape[1] != 1 or not same_rows(labels.shape[0], rows):
         raise LayoutError(f"cross_entropy: {rows} rows of logits need labels of shape ({rows}, 1); got {labels.shape}")
-    wanted, shape = layout_of(logits.layout.rows, (), (), (logits.layout.units[0], 1)), logits.grid.shape
+    wanted, shape = layout_of_rows(logits), logits.grid.shape
     return labels if labels.layout.on(shape) == wanted.on(shape) else labels.redistribute(wanted)
 
 

@@ -2,7 +2,7 @@
 
 A loss is the mean or the sum of its terms over the whole batch: a 1 x 1 tensor, of float32 for a 16-bit batch. The mean
 of a batch without rows is NaN, as in torch. The sum over the ranks runs in the background until `item` is called, or is
-not started (`Tape.summing`).
+not started (`Tape.summing`). With reduction="none" a loss is the tensor of its terms, for weights of your own.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf, nan, prod
-from typing import Any, Literal, overload
+from numbers import Real
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, NumpyLibrary
 from ..comm import Grid, Pending, call
 from ..errors import DTypeError, LayoutError, Pmm3dError
 from ..layout import Layout
 from ..product import DistMatrix
+from .arithmetic import cast
 from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
-from .labels import OwnLabels, check_weights, local_labels, weights_of
+from .labels import OwnLabels, check_weights, layout_of_rows, local_labels, weights_of
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule, Tape
 from .tensor import Matrix, Tensor, as_tensor, relayout, summed
 
 SCALAR = Layout()
-REDUCTIONS = ("mean", "sum")
+REDUCTIONS = ("mean", "sum", "none")
+Weights = Sequence[float] | np.ndarray
+"""Weight of each class, or of each column."""
 
 
 class WholeStep:
@@ -128,7 +132,12 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     target : Tensor or DistMatrix
         (m, n), in any layout. The target is relaid out to the layout of the prediction.
     reduction : str
-        "mean" (default) or "sum" of the terms of the whole batch.
+        "mean" (default) or "sum" of the terms of the whole batch, or "none": all terms.
+
+    Returns
+    -------
+    Tensor
+        1 x 1; with "none" (m, n), in the layout of the prediction. It is float32 for a 16-bit prediction.
 
     Raises
     ------
@@ -139,7 +148,7 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
 
     Notes
     -----
-    Each rank receives an all-reduce of one number along each axis that splits the prediction.
+    Each rank receives an all-reduce of one number along each axis that splits the prediction; nothing with "none".
 
     Examples
     --------
@@ -149,7 +158,7 @@ def mse(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     ...     nn.mse(x, x / 2).item(), nn.mse(x, x / 2, reduction="sum").item()
     (0.375, 1.5)
     """
-    return _elementwise_loss("mse", prediction, target, reduction, SQUARE, SLOPE_OF_SQUARE)
+    return _elementwise_loss("mse", MSE, prediction, target, reduction)
 
 
 def mae(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
@@ -168,73 +177,227 @@ def mae(prediction: Tensor, target: Matrix, reduction: str = "mean") -> Tensor:
     ...     nn.mae(x, x / 2).item()
     0.5
     """
-    return _elementwise_loss("mae", prediction, target, reduction, ABSOLUTE, SLOPE_OF_ABSOLUTE)
+    return _elementwise_loss("mae", MAE, prediction, target, reduction)
 
 
-DIFFERENCE = Elementwise(lambda _, prediction, target: prediction - target)
-SQUARE = Elementwise(lambda _, difference: difference * difference)
-SLOPE_OF_SQUARE = Elementwise(lambda _, difference, factor: 2 * factor * difference)
-ABSOLUTE = Elementwise(lambda library, difference: library.xp.abs(difference))
-SLOPE_OF_ABSOLUTE = Elementwise(lambda library, difference, factor: factor * library.xp.sign(difference))
-SLOPE_OF_CROSS_ENTROPY = Elementwise(
-    lambda library, logits, normalizer, factor: factor * library.xp.exp(logits - normalizer)
+def huber(prediction: Tensor, target: Matrix, reduction: str = "mean", delta: float = 1.0) -> Tensor:
+    """Mean over all elements of d^2 / 2 if |d| <= delta, else delta (|d| - delta / 2), with d = prediction - target.
+
+    Parameters
+    ----------
+    prediction, target, reduction
+        As in `mse`, also for result and errors.
+    delta : float
+        Limit of the squares, above 0, the same number on all ranks. Default: 1.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 3), lambda i, j: j))
+    ...     nn.huber(x, x * 0, reduction="none").gather()
+    array([[0. , 0.5, 1.5]])
+    """
+    if not (isinstance(delta, Real) and delta > 0):
+        raise Pmm3dError(f"huber: delta is a number above 0, the same on all ranks; got {delta!r}")
+    return _elementwise_loss("huber", HUBER, prediction, target, reduction, float(delta))
+
+
+def binary_cross_entropy_with_logits(
+    logits: Tensor, target: Matrix, reduction: str = "mean", pos_weight: Weights | None = None
+) -> Tensor:
+    """Mean over all elements of -target log p - (1 - target) log(1 - p), with p = sigmoid(logits).
+
+    This is the loss of columns that are independent: a row may have several labels, or none.
+
+    Parameters
+    ----------
+    logits, target, reduction
+        As prediction, target and reduction in `mse`, also for result and errors. Elements of `target` are 0 or 1, or
+        probabilities.
+    pos_weight : sequence of float or None
+        Factor of the first term in each column, (n,), at least 0, the same on every rank. The mean is divided by the
+        number of elements, as in torch. Default: 1.
+
+    Raises
+    ------
+    Pmm3dError
+        On every rank, if `pos_weight` is not one number of at least 0 for each column, or differs between ranks.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (2, 2), lambda i, j: i == j))
+    ...     round(nn.binary_cross_entropy_with_logits(x, x).item(), 6)
+    0.503204
+    """
+    name, logits = "binary_cross_entropy_with_logits", summed(logits)
+    weights, box = check_weights(logits, pos_weight, name, "pos_weight"), logits.box
+    factors: Any = 1.0
+    if weights is not None:
+        factors = logits.library.from_numpy(weights[None, box.c0 : box.c1], logits.spec.accumulation.dtype)
+    return _elementwise_loss(name, BINARY, logits, target, reduction, factors)
+
+
+def kl_div(log_probabilities: Tensor, target: Matrix, reduction: str = "mean", log_target: bool = False) -> Tensor:
+    """Kullback-Leibler divergence: of all elements of target (log target - log_probabilities).
+
+    Parameters
+    ----------
+    log_probabilities, target
+        As prediction and target in `mse`, also for result and errors. The first are logarithms of probabilities, as of
+        `nn.log_softmax`; the second are probabilities. An element of `target` that is 0 has the term 0.
+    reduction : str
+        "mean" (default) over all elements, as in torch; "batchmean": the sum divided by the number of rows, which is
+        the mean divergence of the rows; "sum", or "none".
+    log_target : bool
+        Whether `target` holds logarithms of probabilities. Default: False.
+
+    Examples
+    --------
+    >>> from pmm3d import DistMatrix, Grid, nn
+    >>> with Grid(shape="ddp") as grid:
+    ...     x = nn.Tensor(DistMatrix.from_function(grid, (3, 2), lambda i, j: i * j))
+    ...     round(nn.kl_div(nn.log_softmax(x), nn.softmax(x * 2), reduction="batchmean").item(), 6)
+    0.046645
+    """
+    terms = KL_OF_LOGARITHMS if log_target else KL
+    if log_probabilities.dtype == "float64":  # the logarithms of the target too
+        target = cast(target, "float64")
+    return _elementwise_loss("kl_div", terms, log_probabilities, target, reduction, others=("batchmean",))
+
+
+class Terms(NamedTuple):
+    """The terms of a loss, as a function of (prediction, target, *numbers), element by element; and a factor times
+    their derivatives, as functions of (factor, prediction, target, *numbers)."""
+
+    value: Elementwise
+    by_prediction: Elementwise
+    by_target: Elementwise
+
+
+def _terms(*functions: Callable[..., Array]) -> Terms:
+    return Terms(*[Elementwise(function, widens=True) for function in functions])
+
+
+def _of_difference(value: Callable[..., Array], slope: Callable[..., Array]) -> Terms:
+    """Terms value(library, prediction - target, *numbers), whose derivative is `slope`."""
+    return _terms(
+        lambda library, prediction, target, *more: value(library, prediction - target, *more),
+        lambda library, factor, prediction, target, *more: factor * slope(library, prediction - target, *more),
+        lambda library, factor, prediction, target, *more: -factor * slope(library, prediction - target, *more),
+    )
+
+
+def _huber_value(library: NumpyLibrary, difference: Array, delta: float) -> Array:
+    size = library.xp.abs(difference)
+    return library.xp.where(size <= delta, 0.5 * difference * difference, delta * (size - 0.5 * delta))
+
+
+def _softplus(library: NumpyLibrary, x: Array) -> Array:
+    """Return log(1 + exp(x)), without overflow."""
+    return library.xp.clip(x, 0, inf) + library.xp.log1p(library.xp.exp(-library.xp.abs(x)))
+
+
+def _binary_slope(library: NumpyLibrary, factor: Any, x: Array, target: Array, weight: Any) -> Array:
+    expit = library.special("expit")
+    return factor * ((1 - target) * expit(x) - weight * target * expit(-x))
+
+
+def _divergence(library: NumpyLibrary, x: Array, target: Array) -> Array:
+    return target * (_log(library, target) - x)
+
+
+def _log(library: NumpyLibrary, target: Array) -> Array:
+    """Logarithm, with 0 for 0."""
+    return library.xp.log(library.xp.where(target == 0, 1, target))
+
+
+MSE = _of_difference(lambda _, difference: difference * difference, lambda _, difference: 2 * difference)
+MAE = _of_difference(
+    lambda library, difference: library.xp.abs(difference), lambda library, difference: library.xp.sign(difference)
+)
+HUBER = _of_difference(_huber_value, lambda library, difference, delta: library.xp.clip(difference, -delta, delta))
+BINARY = _terms(
+    lambda library, x, target, weight: (1 - target) * _softplus(library, x) + weight * target * _softplus(library, -x),
+    _binary_slope,
+    lambda library, factor, x, target, weight: factor * (weight * _softplus(library, -x) - _softplus(library, x)),
+)
+KL = _terms(
+    _divergence,
+    lambda _, factor, x, target: -factor * target,
+    lambda library, factor, x, target: factor * (library.xp.where(target == 0, -inf, _log(library, target)) + 1 - x),
+)
+KL_OF_LOGARITHMS = _terms(
+    lambda library, x, target: library.xp.exp(target) * (target - x),
+    lambda library, factor, x, target: -factor * library.xp.exp(target),
+    lambda library, factor, x, target: factor * library.xp.exp(target) * (target - x + 1),
 )
 
 
 def _elementwise_loss(
-    name: str, prediction: Tensor, target: Matrix, reduction: str, term: Elementwise, slope: Elementwise
+    name: str,
+    terms: Terms,
+    prediction: Tensor,
+    target: Matrix,
+    reduction: str,
+    *numbers: Any,
+    others: Sequence[str] = (),
 ) -> Tensor:
-    """Sum or mean of term(difference). slope(difference, gradient of a term) is the gradient by the difference."""
-    _check_reduction(name, reduction)
+    """Sum, mean or all of the terms.
+
+    numbers   further arguments of the terms: numbers, or a row
+    others    further values of `reduction`
+    """
+    _check_reduction(name, reduction, others)
     prediction = summed(prediction)
-    spec, local, aligned = prediction.spec, prediction.shard, aligned_target(prediction, target)
-    of_target, wide = aligned.spec if aligned.requires_grad else None, spec.accumulation
-    weight = _weight(prediction, spec.shape, reduction)
-    difference, value = wide.new(), wide.new((1, 1))
+    spec, aligned = prediction.spec, aligned_target(prediction, target)
+    same = reduction, terms is KL_OF_LOGARITHMS, *(each for each in numbers if isinstance(each, float))
+    check_weights(prediction, None, name, "", *same)
+    wide, parents, keeps_all = spec.accumulation, (prediction, aligned), reduction == "none"
+    weight = _weight(spec.shape[:1] if reduction == "batchmean" else spec.shape, reduction)
+    value = wide.new(None if keeps_all else (1, 1))
+    slopes = [
+        (parent.spec, slope) if parent.requires_grad else None
+        for parent, slope in zip(parents, (terms.by_prediction, terms.by_target))
+    ]
 
-    def forward(local: Array, target: Array, difference: Array, value: Array) -> None:
+    def forward(local: Array, target: Array, value: Array) -> None:
         with computing(spec.grid, "loss", name=name):
-            map_elementwise(wide, None, DIFFERENCE, local, target, out=difference)
-            value[...] = array_namespace(difference).sum(map_elementwise(wide, None, term, difference)) * weight
+            if keeps_all:
+                map_elementwise(wide, None, terms.value, local, target, *numbers, out=value)
+            else:
+                found = map_elementwise(wide, None, terms.value, local, target, *numbers)
+                value[...] = array_namespace(found).sum(found) * weight
 
-    def backward(gradient: Array, difference: Array, dx: Array, *of_target: Array) -> None:
+    def backward(gradient: Array, local: Array, target: Array, *outs: Array) -> None:
+        factor = gradient if keeps_all else _factor(spec, gradient, weight)
         with computing(spec.grid, "loss", name=name + " backward"):
-            map_elementwise(spec, None, slope, difference, _factor(spec, gradient, weight), out=dx)
-            for out in of_target:
-                map_elementwise(spec, None, operator.neg, dx, out=out)
+            for (of, slope), out in zip(filter(None, slopes), outs):
+                map_elementwise(of, None, slope, factor, local, target, *numbers, out=out)
 
-    def rule(gradient: Array, difference: Array) -> tuple[Array, Array | None]:
-        dx, other = spec.new(), of_target.new() if of_target else None
-        made = [dx, other] if of_target else [dx]
-        call(spec.grid.engine, backward, gradient, difference, *made, writes=made)
-        return dx, other
+    def rule(gradient: Array, local: Array, target: Array) -> list[Array | None]:
+        made = [None if each is None else each[0].new() for each in slopes]
+        outs = [each for each in made if each is not None]
+        call(spec.grid.engine, backward, gradient, local, target, *outs, writes=outs)
+        return made
 
-    call(spec.grid.engine, forward, local, aligned.shard, difference, value, writes=[difference, value])
-    return _summed(
-        (prediction, aligned),
-        value,
-        rule,
-        {f"{name}.difference": difference},
-        prediction.layout.cols,
-        reduction == "mean",
-    )
+    call(spec.grid.engine, forward, prediction.shard, aligned.shard, value, writes=[value])
+    keep = {f"{name}.prediction": prediction, f"{name}.target": aligned}
+    if keeps_all:
+        return prediction.from_op(value, parents, rule, keep=keep)
+    return _summed(parents, value, rule, keep, prediction.layout.cols, reduction != "sum")
 
 
-def _weight(like: Tensor, terms: Sequence[int], reduction: str) -> float:
-    """Factor of the sum of the terms of a loss, without ignored labels. Their number is the product of `terms`. In a
-    step of several batches, a batch without rows has the loss 0."""
-    if reduction == "sum" or (like.tape.step is not None and not prod(terms)):
-        return 1.0
-    return share(prod(terms))
+def _weight(terms: Sequence[int], reduction: str) -> float:
+    """Factor of the sum of the terms of a loss, without ignored labels. Their number is the product of `terms`."""
+    return 1.0 if reduction in ("sum", "none") else share(prod(terms))
 
 
-def _check_reduction(name: str, reduction: str, others: str = "") -> None:
-    if reduction not in REDUCTIONS:
-        raise Pmm3dError(f'{name}: reduction is "mean" or "sum"{others}; got {reduction!r}')
-
-
-Weights = Sequence[float] | np.ndarray
-"""Weight of each class."""
+def _check_reduction(name: str, reduction: str, others: Sequence[str]) -> None:
+    if reduction not in (known := [*REDUCTIONS, *others]):
+        raise Pmm3dError(f"{name}: reduction is one of {', '.join(map(repr, known))}; got {reduction!r}")
 
 
 @overload
@@ -244,6 +407,7 @@ def cross_entropy(
     reduction: Literal["sum_count"],
     ignore_index: int | None = None,
     weight: Weights | None = None,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, float]: ...
 
 
@@ -251,9 +415,10 @@ def cross_entropy(
 def cross_entropy(
     logits: Tensor,
     labels: Matrix,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int | None = None,
     weight: Weights | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor: ...
 
 
@@ -263,6 +428,7 @@ def cross_entropy(
     reduction: str = "mean",
     ignore_index: int | None = None,
     weight: Weights | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor | tuple[Tensor, float]:
     """Mean over the rows of -log softmax(logits)[label].
 
@@ -273,27 +439,31 @@ def cross_entropy(
     labels : Tensor or DistMatrix
         (m, 1), integers from 0 to classes - 1. They are redistributed if their rows have another layout.
     reduction : str
-        "mean" (default) or "sum" over the rows of the whole batch, or "sum_count".
+        "mean" (default) or "sum" over the rows of the whole batch, "none": the term of each row, or "sum_count".
     ignore_index : int or None
-        Label of rows that do not count. Their gradient is zero. If no row counts, the mean is NaN and the sum 0, as in
-        torch. Default: all rows count.
+        Label of rows that do not count. Their term and gradient are zero. If no row counts, the mean is NaN and the sum
+        0, as in torch. Default: all rows count.
     weight : sequence of float or None
         Weight of each class, (classes,), the same on every rank. The term of a row is multiplied by the weight of its
         label, and the mean is divided by the sum of these weights, as in torch. Default: 1.
+    label_smoothing : float
+        Share, from 0 to 1, of the probability of a label that all classes get in equal parts, as in torch. With
+        `weight`, the part of a class in the term has the weight of the class. Default: 0.
 
     Returns
     -------
     Tensor, or (Tensor, int or float)
-        1 x 1. With "sum_count", the sum, and the number of rows that count or with `weight` the sum of their weights.
-        Both can be added over several batches.
+        1 x 1; with "none" (m, 1), whose rows have the layout of those of the logits. It is float32 for 16-bit logits.
+        With "sum_count", the sum, and the number of rows that count or with `weight` the sum of their weights. Both can
+        be added over several batches.
 
     Raises
     ------
     LayoutError
         On every rank, if the labels are no matrix (m, 1).
     Pmm3dError
-        On every rank, if a label is out of range, for another `reduction`, and if `weight` is not one number of at
-        least 0 for each class, or differs between ranks.
+        On every rank, if a label is out of range, for another `reduction` or `label_smoothing`, and if `weight` is not
+        one number of at least 0 for each class, or differs between ranks.
 
     Notes
     -----
@@ -313,29 +483,38 @@ def cross_entropy(
     """
     if reduction == "sum_count":
         return (
-            cross_entropy(logits, labels, "sum", ignore_index, weight),
+            cross_entropy(logits, labels, "sum", ignore_index, weight, label_smoothing),
             number_of_labels(
                 logits.grid, [labels], ignore_index, None if weight is None else np.asarray(weight, float)
             ),
         )
-    _check_reduction("cross_entropy", reduction, ', or "sum_count"')
-    logits, class_weights = summed(logits), check_weights(logits, weight)
-    spec, xp = logits.spec, array_namespace(logits.shard)
-    value, found, latest = spec.accumulation.new((1, 1)), dict[str, Any](), list[Any]()
+    _check_reduction("cross_entropy", reduction, ("sum_count",))
+    check_smoothing("cross_entropy", label_smoothing)
+    logits = summed(logits)
+    class_weights = check_weights(logits, weight, "cross_entropy", "weight", label_smoothing)
+    spec, xp, by_rows, sharp = logits.spec, array_namespace(logits.shard), reduction == "none", 1 - label_smoothing
+    value = spec.accumulation.new((spec.local_shape[0] if by_rows else 1, 1))
+    found, latest = dict[str, Any](), dict[str, Any]()
 
     def forward(local: Array, value: Array) -> None:
-        """Set `value` to the sum of the terms of this rank's rows. `found` gets the arrays that the rule needs."""
+        """Set `value` to the terms of this rank's rows, or to their sum. `found` gets the arrays that the rule
+        needs."""
         logits = Tensor(spec.matrix(local))
-        labelled = local_labels(logits, labels, ignore_index, class_weights)
-        largest, logarithm, chosen = _log_sum_exp(logits, labelled)
-        normalizer, row_weights = largest + logarithm, labelled.row_weights
-        losses = normalizer - chosen
-        if row_weights is not None:  # exp(logit - normalizer): the weight times the probability, and exp(-inf) is 0
-            losses = xp.where(row_weights > 0, losses * row_weights, 0)
-            normalizer = xp.where(row_weights > 0, normalizer + labelled.offset, inf)
-        value[...] = xp.sum(losses) * (factors[0] if row_weights is None else 1)
-        found.update({"cross_entropy.normalizer": normalizer[:, None], **labelled.kept}, row_weights=row_weights)
-        latest[:] = [each for name, each in found.items() if name not in ("row_weights", "cross_entropy.number")]
+        labelled = local_labels(logits, labels, ignore_index, class_weights, label_smoothing)
+        spread = _spread(logits, label_smoothing, class_weights) if label_smoothing else None
+        largest, logarithm, expected = _log_sum_exp(logits, labelled, sharp, spread)
+        normalizer, totals, row_weights = largest + logarithm, labelled.totals, labelled.row_weights
+        losses = (normalizer if totals is None else totals * normalizer) - expected
+        if totals is not None:  # exp(logit - normalizer): the total times the probability, and exp(-inf) is 0
+            counts = totals > 0
+            losses = xp.where(counts, losses, 0)
+            normalizer = xp.where(counts, normalizer - xp.log(xp.where(counts, totals, 1)), inf)
+        value[...] = losses[:, None] if by_rows else xp.sum(losses) * (factors[0] if row_weights is None else 1)
+        found.update({"cross_entropy.normalizer": normalizer[:, None], **labelled.kept})
+        if spread is not None:
+            found["cross_entropy.spread"] = spread
+        latest.update(found)
+        found["row_weights"] = row_weights
 
     def divide(value: Array) -> None:
         """Divide the sum of the terms by the number of labels that count. Change `factors` accordingly."""
@@ -347,42 +526,75 @@ def cross_entropy(
         if spec.library.on_host:
             factors[0] = float(share_of_row[0, 0])
         else:
-            found["cross_entropy.number"] = share_of_row
-            latest.append(share_of_row)
+            found["cross_entropy.number"] = latest["cross_entropy.number"] = share_of_row
 
-    engine, factors, step = spec.grid.engine, [_weight(logits, spec.shape[:1], reduction)], logits.tape.step
-    divides, terms = reduction == "mean" and (ignore_index is not None or class_weights is not None), None
+    engine, factors, step = spec.grid.engine, [_weight(spec.shape[:1], reduction)], logits.tape.step
+    weighs, terms = ignore_index is not None or class_weights is not None, None
+    divides = weighs and reduction == "mean"
     call(engine, forward, logits.shard, value, writes=[value])
     if divides:
         terms = None if step is None else step.terms_of_mean(labels, ignore_index, class_weights)
         call(engine, divide, value, updates=[value])
     del found["row_weights"]
-    keep = {"cross_entropy.logits": logits, **found}
+    keep, names = {"cross_entropy.logits": logits, **found}, [*found]
     if engine.recorder is None:
         latest.clear()  # the tape may pack the arrays
 
     def backward(gradient: Array, local: Array, dx: Array) -> None:
-        normalizer, rows, columns, *of_device = latest
-        inside, *number = of_device or (1,)
-        factor = _factor(spec, gradient, *number or factors)
+        held: Any = map(latest.get, HELD)
+        normalizer, rows, columns, inside, spread, number = held
+        smooth = [] if spread is None else [spread]
+        factor: Any = gradient if by_rows else _factor(spec, gradient, factors[0] if number is None else number)
+        of_rows = by_rows or bool(smooth and weighs)
+        if smooth and weighs:  # the spread of rows that do not count is 0
+            factor = factor * spec.library.astype(normalizer < inf, spec.accumulation.dtype)
         with computing(spec.grid, "loss", PER_ELEMENT * prod(spec.local_shape), "cross_entropy backward"):
-            map_elementwise(spec, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor, out=dx)
+            map_elementwise(spec, None, SLOPE_OF_CROSS_ENTROPY, local, normalizer, factor, *smooth, out=dx)
             if local.shape[1]:
-                picked = xp.exp(
-                    spec.library.astype(local[rows, columns], spec.accumulation.dtype) - normalizer[rows, 0]
-                )
-                slope = (factor * (picked - inside)).reshape(-1)
-                dx[rows, columns] = spec.library.astype(slope, spec.dtype)
+                picked = spec.library.astype(local[rows, columns], spec.accumulation.dtype)
+                smooth = [each[0, columns] for each in smooth]
+                slope = _slope_of_cross_entropy(spec.library, picked, normalizer[rows, 0], 1, *smooth)
+                slope = slope - (sharp if inside is None else sharp * inside)
+                slope = slope * (factor[rows, 0] if of_rows else factor)
+                dx[rows, columns] = spec.library.astype(slope.reshape(-1), spec.dtype)
 
     def rule(gradient: Array, local: Array, *others: Array) -> tuple[Array]:
-        dx, latest[:] = spec.new(), others
+        dx = spec.new()
+        latest.update(zip(names, others))
         call(spec.grid.engine, backward, gradient, local, dx, writes=[dx])
         return (dx,)
 
+    if by_rows:
+        shape, layout = (spec.shape[0], 1), layout_of_rows(logits)
+        return logits.from_op(value, (logits,), rule, keep=keep, shape=shape, layout=layout)
     if divides and terms is None:
         return logits.from_op(value, (logits,), rule, keep=keep, shape=(1, 1), layout=SCALAR)
     number = None if terms is None else terms()[0]
     return _summed((logits,), value, rule, keep, (), reduction == "mean" and not divides, number)
+
+
+def check_smoothing(name: str, label_smoothing: float) -> None:
+    if not (isinstance(label_smoothing, Real) and 0 <= label_smoothing <= 1):
+        raise Pmm3dError(f"{name}: label_smoothing is a number from 0 to 1; got {label_smoothing!r}")
+
+
+HELD = tuple(f"cross_entropy.{name}" for name in ("normalizer", "rows", "columns", "inside", "spread", "number"))
+"""Names of the arrays that the gradient rule of `cross_entropy` needs, if there are such arrays."""
+
+
+def _slope_of_cross_entropy(
+    library: NumpyLibrary, logits: Array, normalizer: Array, factor: Any, *spread: Array
+) -> Array:
+    """Gradient by logits that are not the label's. spread: with label smoothing, the share of each class."""
+    slope = library.xp.exp(logits - normalizer)
+    for each in spread:
+        slope = slope - each
+    return factor * slope
+
+
+SLOPE_OF_CROSS_ENTROPY = Elementwise(_slope_of_cross_entropy)
+LOSSES = cross_entropy, mse, mae, huber, binary_cross_entropy_with_logits, kl_div
+"""Losses that are recorded, also as `functools.partial` with further arguments."""
 
 
 def _weighted_mean(spec: TensorSpec, own: Array, row_weights: Array) -> tuple[Array, Array]:
@@ -402,21 +614,35 @@ def _factor(spec: TensorSpec, gradient: Array, weight: Any) -> float | Array:
     return float(gradient[0, 0]) * weight if spec.library.on_host else gradient * weight
 
 
-def _log_sum_exp(logits: Tensor, own: OwnLabels) -> tuple[Array, Array, Array]:
-    """Return, for each row, the largest logit, the logarithm of the sum of exp(logit - largest), the label's logit."""
+def _spread(logits: Tensor, label_smoothing: float, class_weights: np.ndarray | None) -> Array:
+    """Share of a label's probability that label smoothing gives to each class, times the weight of the class: a row."""
+    box, wide = logits.box, logits.spec.accumulation
+    part, row = label_smoothing / logits.shape[1], wide.new((1, box.shape[1]))
+    row[...] = part
+    if class_weights is not None:
+        row[...] = wide.library.from_numpy(part * class_weights[None, box.c0 : box.c1], wide.dtype)
+    return row
+
+
+def _log_sum_exp(logits: Tensor, own: OwnLabels, sharp: float, spread: Array | None) -> tuple[Array, Array, Array]:
+    """Return, for each row, the largest logit, the logarithm of the sum of exp(logit - largest), and the sum of all
+    logits, each times the weight of its class: `sharp` times the label's, and `spread` for all classes."""
     spec, local = logits.spec, logits.shard
     library, wide = spec.library, spec.accumulation
-    chosen = wide.new((1, local.shape[0]))[0]
-    picked = library.astype(local[own.rows, own.columns], wide.dtype) if local.shape[1] else None
-    if own.missed is None or picked is None:
-        chosen[...] = 0
-    if picked is not None:
+    expected = wide.new((1, local.shape[0]))[0]
+    expected[...] = 0
+    if local.shape[1]:
+        picked = library.astype(local[own.rows, own.columns], wide.dtype)
+        picked = picked * (sharp if own.inside is None else sharp * own.inside)
         if own.missed is None or own.inside is None:
-            chosen[own.rows] = picked
+            expected[own.rows] = picked
         else:
-            chosen[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)
+            expected[...] = array_namespace(local).where(own.inside > 0, picked, own.missed)
+        if spread is not None:
+            smooth = map_elementwise(wide, None, operator.mul, local, spread)
+            expected[...] = expected + array_namespace(local).sum(smooth, axis=1)
     with spec.grid.ledger.phase("loss"):
-        return log_sum_exp(spec, local, 1, "cross_entropy", chosen)
+        return log_sum_exp(spec, local, 1, "cross_entropy", expected)
 
 
 def _summed(

@@ -77,7 +77,7 @@ class LossScale:
         self.value = max(self.least, self.value / 2)
         return False
 
-    def step(self, *optimizers: Optimizer, clip: float | None = None) -> bool:
+    def step(self, *optimizers: Optimizer, clip: float | None = None, keep_gradients: bool = False) -> bool:
         """Take, or skip, the step of all optimizers that share a backward pass. Collective: one number from each rank.
 
         Parameters
@@ -86,6 +86,9 @@ class LossScale:
             All of them take the step, or none does.
         clip : float or None
             Largest 2-norm of the gradient of all their parameters. Default: no limit.
+        keep_gradients : bool
+            As in `Optimizer.step`: the gradients without the scale. A skipped step drops them. Call `zero_grad` before
+            the next backward pass, whose gradients have the scale. Default: False.
 
         Raises
         ------
@@ -97,7 +100,7 @@ class LossScale:
         check_clip(clip)
         self._check(optimizers)
         norm = norm_of(optimizers[0].parent_grid, sum(optimizer._local_norm_squared() for optimizer in optimizers))
-        return self._conclude(optimizers, norm / self.value, clip)
+        return self._conclude(optimizers, norm / self.value, clip, keep_gradients)
 
     def _check(self, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
@@ -116,16 +119,17 @@ class LossScale:
         for other in {scale for record in records for scale in record.scales} - {self.value}:
             raise Pmm3dError(
                 f"LossScale.step: the gradients have the scale {other:g}, and this scale is "
-                f"{self.value:g}: call loss.backward(scale=scale.value) in each backward pass of the step"
+                f"{self.value:g}: call loss.backward(scale=scale.value) in each backward pass of the step, and "
+                "before it zero_grad() of the optimizer if gradients of an earlier step were kept (keep_gradients=True)"
             )
         self._passes = passes
 
-    def _conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None = None) -> bool:
+    def _conclude(self, optimizers: Sequence[Optimizer], norm: float, clip: float | None, keep_gradients: bool) -> bool:
         """Take or skip the step as `step`, if the 2-norm of the gradients without the scale is known."""
         scale = self.value
         if self._update(norm):
             for optimizer in optimizers:
-                optimizer.step(factor=clipping(norm, clip) / scale)
+                optimizer.step(factor=clipping(norm, clip) / scale, keep_gradients=keep_gradients)
             return True
         fatal = self.in_a_row >= MOST_IN_A_ROW
         where = "; ".join(optimizer._non_finite() for optimizer in optimizers if fatal)

@@ -1,4 +1,4 @@
-"""Optimizers, schedules of the learning rate, and the scale of a loss."""
+"""Optimizers, schedules of the learning rate, the scale of a loss, and averages of weights."""
 
 from __future__ import annotations
 
@@ -18,20 +18,29 @@ from ..product import DistMatrix, newton_schulz
 from ..product.orthogonal import MUON
 from . import fused
 from .compute import PER_ELEMENT, computing, override
+from .ema import EMA
+from .factored import SM3, Adafactor
 from .gradient_norm import NonFiniteGradientError
 from .layers import Linear
-from .learning_rate import Cosine, Schedule, Step
+from .learning_rate import Cosine, InverseSquareRoot, LinearDecay, Schedule, Step, WarmUpStableDecay
 from .loss_scale import LossScale
 from .module import Module
-from .optimizer import FLAG, Batch, Group, Optimizer, Option, Options, Parameters, Slice
+from .optimizer import BELOW_1, FLAG, Batch, Group, Optimizer, Option, Options, Parameters, Slice, is_share
 from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm
 from .parameter import Parameter
+from .parameter_groups import groups_by_name
 
 __all__ = [
+    "EMA",
     "SGD",
+    "SM3",
+    "Adafactor",
     "Adam",
     "AdamW",
     "Cosine",
+    "InverseSquareRoot",
+    "LinearDecay",
+    "Lion",
     "LossScale",
     "Muon",
     "NonFiniteGradientError",
@@ -41,16 +50,13 @@ __all__ = [
     "Shard",
     "StateForm",
     "Step",
+    "WarmUpStableDecay",
+    "groups_by_name",
 ]
 
 SCALES = ("original", "match_rms_adamw")
 MATRIX, VECTOR = ("momentum",), ("mean", "square")
 """States of parameters that Muon changes, and of those that AdamW changes."""
-BELOW_1 = "a number of at least 0 and below 1"
-
-
-def _is_share(value: Any) -> bool:
-    return bool(0 <= value < 1)
 
 
 def _is_sequence_of(number: int, fits: Any, value: Any) -> bool:
@@ -91,7 +97,7 @@ class SGD(Optimizer):
     """
 
     defaults = {
-        "momentum": Option(0.0, BELOW_1, _is_share, "share of the running sum of gradients that a step keeps", 0.9),
+        "momentum": Option(0.0, BELOW_1, is_share, "share of the running sum of gradients that a step keeps", 0.9),
         "nesterov": FLAG,
     }
 
@@ -169,7 +175,7 @@ class Adam(Optimizer):
         "betas": Option(
             (0.9, 0.999),
             "a list of 2, each a number of at least 0 and below 1",
-            partial(_is_sequence_of, 2, _is_share),
+            partial(_is_sequence_of, 2, is_share),
             "shares of the running means of gradients and of their squares that a step keeps",
         ),
         "eps": Option(
@@ -263,6 +269,61 @@ class AdamW(Adam):
         super().__init__(parameters, lr, betas, eps, weight_decay=weight_decay, **options)
 
 
+class Lion(Optimizer):
+    """Lion (X. Chen and others, arXiv 2302.06675): each weight changes by lr, in the direction of a running mean.
+
+    Parameters
+    ----------
+    parameters, lr
+        As in `Optimizer`. Default of `lr`: 0.0001.
+    betas : tuple of float
+        Shares of the running mean in the direction, and in the running mean of the next step. Default: (0.9, 0.99).
+    weight_decay : float
+        Decoupled, as in `AdamW`. Default: 0.
+    **options
+        Further options of `Optimizer`, such as `shard_over_data`.
+
+    Raises
+    ------
+    DTypeError
+        On every rank, for complex parameters.
+
+    Notes
+    -----
+    d = sign(b1 m + (1 - b1) g);  m = b2 m + (1 - b2) g;  w = (1 - lr weight_decay) w - lr d. The authors recommend a
+    rate 3 to 10 times smaller than that of AdamW, and a weight decay larger by this factor.
+
+    Examples
+    --------
+    >>> from pmm3d import Grid, nn
+    >>> from pmm3d.nn import optim
+    >>> with Grid(shape="ddp") as grid:
+    ...     list(optim.Lion(nn.Linear(grid, 3, 2, bias=False).parameters()).matrices())
+    ['optimizer/weight/momentum']
+    """
+
+    needs_real, state_names = True, MATRIX
+    defaults = {
+        "betas": Adam.defaults["betas"]._replace(
+            default=(0.9, 0.99),
+            meaning="shares of the running mean of gradients in the direction of a step, and in the next running mean",
+        )
+    }
+
+    def __init__(
+        self, parameters: Parameters, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), **options: Any
+    ):
+        super().__init__(parameters, lr, betas=betas, **options)
+
+    def update(self, weight: Array, gradient: Array, state: Sequence[Array], options: Options) -> None:
+        (momentum,), (first, second), lr = state, options["betas"], options["lr"]
+        direction = first * momentum + (1 - first) * gradient
+        momentum *= second
+        momentum += (1 - second) * gradient
+        weight *= 1 - lr * options["weight_decay"]
+        weight -= lr * library_of(weight).xp.sign(direction)
+
+
 class Muon(AdamW):
     """Muon (K. Jordan and others, 2024) for matrices, and AdamW for vectors.
 
@@ -320,7 +381,7 @@ class Muon(AdamW):
     state_names = (*MATRIX, *VECTOR)
     defaults = {
         **Adam.defaults,
-        "momentum": Option(0.95, BELOW_1, _is_share, "share of the running mean of gradients that a step keeps"),
+        "momentum": Option(0.95, BELOW_1, is_share, "share of the running mean of gradients that a step keeps"),
         "nesterov": FLAG._replace(default=True),
         "ns_steps": Option(
             5,
@@ -390,12 +451,12 @@ class Muon(AdamW):
                     "matrices: put it in a group of its own with use_muon=False"
                 )
 
-    def step(self, *, check: bool = False, factor: float = 1.0) -> None:
+    def step(self, *, check: bool = False, factor: float = 1.0, keep_gradients: bool = False) -> None:
         # After a step with the same options and gradients, work memory is allocated, and `newton_schulz` need not
         # compare its arguments again. The learning rate may change.
         before, self._before = self._before, ""
         lrs, plan, filled = list[float](), list[tuple[str, Any]](), list[str]()
-        with self.grid.collective_call("Muon.step", check, factor, lrs, plan, filled):
+        with self.grid.collective_call("Muon.step", check, factor, keep_gradients, lrs, plan, filled):
             numbers = {parameter: number for number, parameter in enumerate(self.parameters)}
             if self._choices() != self._chosen:
                 raise Pmm3dError(
@@ -408,7 +469,7 @@ class Muon(AdamW):
             filled += [f"{parameter.name} (parameter {numbers[parameter]})" for parameter in self._with_gradient()]
         now = Compared((plan, filled)).form
         with override(self.grid, _check=False) if now == before else nullcontext():
-            super().step(check=check, factor=factor)
+            super().step(check=check, factor=factor, keep_gradients=keep_gradients)
         self._before = now
 
     def _options_of(self, part: Part, group: Group) -> Options:
@@ -418,9 +479,9 @@ class Muon(AdamW):
     def state_forms(self, parameter: Parameter, options: Options) -> Mapping[str, StateForm]:
         return dict.fromkeys(MATRIX if options["use_muon"] else VECTOR, LIKE_WEIGHT)
 
-    def _change(self, batch: Batch, factor: float) -> None:
+    def _change(self, batch: Batch, factor: float, keep_gradients: bool) -> None:
         if vectors := [each for each in batch if not each[1]["use_muon"]]:
-            super()._change(vectors, factor)
+            super()._change(vectors, factor, keep_gradients)
         for part, options in batch:
             if options["use_muon"]:
                 self._change_matrix(part, options, factor)
@@ -476,5 +537,7 @@ def _scale(inputs: int, outputs: int, adjust_lr_fn: str) -> float:
     return sqrt(max(1.0, outputs / inputs))
 
 
-KINDS: dict[str, type[Optimizer]] = {each.__name__.lower(): each for each in (SGD, Adam, AdamW, Muon)}
+KINDS: dict[str, type[Optimizer]] = {
+    each.__name__.lower(): each for each in (SGD, Adam, AdamW, Muon, Lion, Adafactor, SM3)
+}
 """Optimizers by their names in a configuration (`optimizer.kind`), with their options, defaults and checks."""

@@ -11,12 +11,12 @@ from weakref import WeakSet
 from ..action import UPDATE
 from ..arrays import Array, dtype_named, parallel_rows
 from ..comm import Pending
-from ..errors import Pmm3dError, hint
+from ..errors import DTypeError, Pmm3dError, hint
 from ..product import DistMatrix
 from .compute import computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
 from .module import Module
-from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, state_name
+from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, note_memory, state_name
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -82,6 +82,11 @@ def _not_negative(value: Any) -> bool:
     return bool(0 <= value < inf)
 
 
+def is_share(value: Any) -> bool:
+    return bool(0 <= value < 1)
+
+
+BELOW_1 = "a number of at least 0 and below 1"
 FLAG = Option(False, "True or False", (False, True).__contains__)
 COMMON: dict[str, Any] = {
     "lr": Option(None, "a number of at least 0", _not_negative),
@@ -161,6 +166,8 @@ class Optimizer:
     """Names of the states. A checkpoint with other names is refused."""
     passes: float = 1
     """How often `update` reads and writes its arrays, for predicted times."""
+    needs_real: bool = False
+    """Whether complex parameters are refused."""
 
     def __init__(
         self,
@@ -195,7 +202,7 @@ class Optimizer:
                 f"{shard_over_data!r}"
             )
         self._take_groups()
-        self.grid.attached.setdefault(Optimizer, WeakSet()).add(self)
+        self.grid.attached.setdefault(note_memory, WeakSet()).add(self)
 
     @property
     def lr(self) -> float:
@@ -283,6 +290,9 @@ class Optimizer:
                 f"{name}: {', '.join(others)} is on another Grid than {parameters[0].name}: make an optimizer for each "
                 "grid"
             )
+        if self.needs_real and (others := [each.name for each in parameters if each.dtype.startswith("complex")]):
+            text = f"{name}: {', '.join(others)} is complex, and {name} needs real parameters"
+            raise DTypeError(f"{text}: give complex parameters an optimizer of their own, such as SGD")
 
     def check_options(self, options: Options) -> None:
         """Raise Pmm3dError for options of a group that are out of range."""
@@ -291,7 +301,7 @@ class Optimizer:
         if problems := [*filter(None, texts)]:
             raise Pmm3dError(f"{type(self).__name__}: {'; '.join(problems)}")
 
-    def step(self, *, check: bool = False, factor: float = 1.0) -> None:
+    def step(self, *, check: bool = False, factor: float = 1.0, keep_gradients: bool = False) -> None:
         """Change every parameter that has a gradient, then drop the gradients. Collective.
 
         Parameters
@@ -301,6 +311,10 @@ class Optimizer:
             that is not finite changes the weights, as in torch.
         factor : float
             Factor of the gradients, the same on all ranks, for clipping or for the scale of a loss. Default: 1.
+        keep_gradients : bool
+            Whether `Parameter.grad` is readable after the step, as in torch: the gradient that the step used, summed
+            and times the factor. A later backward pass adds to it, unless you call `zero_grad`; `train_step` drops it.
+            With a `LossScale`, call `zero_grad` before the next backward pass. Default: False.
 
         Raises
         ------
@@ -311,7 +325,8 @@ class Optimizer:
 
         Notes
         -----
-        The gradients are work memory: a step overwrites their arrays. If `update` raised an error, call `zero_grad`.
+        The gradients are work memory: a step overwrites their arrays. With `keep_gradients`, it overwrites copies of
+        them, of one parameter at a time or of a few small ones. If `update` raised an error, call `zero_grad`.
         """
         if not 0 < factor < inf:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
@@ -324,7 +339,7 @@ class Optimizer:
         with self.grid.ledger.phase("optimizer"):
             for batch in self._batches():
                 try:
-                    self._change(batch, factor)
+                    self._change(batch, factor, keep_gradients)
                 finally:  # after an error, too: some parameters have changed
                     for part, _ in batch:
                         part.parameter.version += 1
@@ -334,22 +349,18 @@ class Optimizer:
         for parameter in filled:
             if parameter.master is not None:
                 parameter._note_rounded()
-        self._note_memory()
-        self.zero_grad()
+        if len(self._state) != self._noted:
+            self._noted = len(self._state)
+            note_memory(self.grid)
+        if keep_gradients:
+            self._scale_gradients(factor)
+            for parameter in filled:
+                parameter.grad_buffer.scales = {1.0}
+        else:
+            self.zero_grad()
 
-    def _note_memory(self) -> None:
-        """Record in the ledger the bytes of weights, gradients and states of all optimizers of the grid."""
-        if len(self._state) == self._noted:
-            return
-        self._noted, all_there = len(self._state), list[Optimizer](self.grid.attached[Optimizer])
-        own = {each for optimizer in all_there for each in optimizer.parameters}
-        arrays = {
-            "weights": [each.shard for each in own],
-            "gradients": [each.grad_buffer.array for each in own if each.grad_buffer.array is not None],
-            "state": [array for each in all_there for states in each._state.values() for array in states.values()]
-            + [each.master.local for each in own if each.master is not None],
-        }
-        self.grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
+    def _held(self) -> dict[Parameter, Collection[Array]]:
+        return {each: self._state.get(each, {}).values() for each in self.parameters}
 
     def _skip(self) -> None:
         """Count a step that changes no parameter, and drop the gradients."""
@@ -504,10 +515,13 @@ class Optimizer:
         check_clip(norm)
         before = self.gradient_norm()
         factor = clipping(before, norm)
+        self._scale_gradients(factor)
+        return before
+
+    def _scale_gradients(self, factor: float) -> None:
         for parameter in self._with_gradient() if factor != 1 else ():
             with self.grid.ledger.passing("clip"):
                 parameter.grad_buffer.local[...] *= factor
-        return before
 
     def _with_gradient(self) -> list[Parameter]:
         """Wait for the sums of gradients. Return the parameters with a gradient. Raises Pmm3dError for missing sums."""
@@ -526,24 +540,25 @@ class Optimizer:
                 parameter.grad_buffer.wait()
         return [parameter for parameter in parameters if parameter.grad_buffer.layout is not None]
 
-    def _change(self, batch: Batch, factor: float) -> None:
+    def _change(self, batch: Batch, factor: float, keep_gradients: bool) -> None:
         """Update parameters with their gradients times a factor."""
         if type(self).update_shard is not Optimizer.update_shard:
             for part, options in batch:
-                self._apply_to_shard(part, options, factor)
+                self._apply_to_shard(part, options, factor, keep_gradients)
             return
         changes, work = list[Change](), 0
         for part, options in batch:
-            changes.append((part, options, part.gradient(), self._states(part, options).values()))
+            gradient, states = part.gradient(copied=keep_gradients), self._states(part, options)
+            changes.append((part, options, gradient, states.values()))
             work += part.work
         with computing(self.grid, "update", work):
             self._apply(changes, factor)
 
-    def _apply_to_shard(self, part: Part, options: Options, factor: float) -> None:
+    def _apply_to_shard(self, part: Part, options: Options, factor: float, keep_gradients: bool) -> None:
         """Call `update_shard`. Round a master weight to the parameter's type."""
         parameter, library, types, shape = part.parameter, part.library, part.types, part.shape
-        gradient, states, low = part.gradient(), self._states(part, options), part.stored()
-        weight = parameter._master_in(part.layout).local if part.has_master else low.reshape(shape)
+        gradient, states, low = part.gradient(copied=keep_gradients), self._states(part, options), part.stored()
+        weight = part.weight().reshape(shape)
         with self.grid.ledger.passing(self._pass_name):
             if library.dtype(gradient) != types.master:
                 gradient = library.astype(gradient, types.master)
@@ -574,7 +589,7 @@ class Optimizer:
             low, state = part.stored(), list[Array]()
             for array in states:
                 state.append(array.reshape(-1))
-            weight = part.parameter._master_in(part.layout).local.reshape(-1) if part.has_master else low
+            weight = part.weight() if part.has_master else low
             if not part.library.has_data:
                 changed = [weight, *state, *([gradient] * (factor != 1))]
                 nbytes = sum(array.nbytes for array in (gradient, *changed, *changed, *[low] * part.has_master))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from ..arrays import Array
 from ..arrays.numpy_library import DEVICE_ELEMENTS
-from ..comm import Pending
+from ..comm import Grid, Pending
 from ..errors import Pmm3dError
 from ..layout import Layout, itemsize, offsets
 from ..layout.layout import layout_of
@@ -17,8 +17,8 @@ from .compute import PER_ELEMENT, array_namespace, stacked
 from .parameter import Parameter
 from .statistics import sum_over
 
-STATE = "optimizer/"
-"""Beginning of names of state arrays in a checkpoint."""
+STATE, AVERAGE = "optimizer/", "ema/"
+"""Beginnings of names in a checkpoint: of state arrays of optimizers, and of averages of weights (`EMA`)."""
 
 
 def is_state(name: str) -> bool:
@@ -26,9 +26,39 @@ def is_state(name: str) -> bool:
     return name.startswith(STATE)
 
 
+def is_average(name: str) -> bool:
+    """Whether a matrix of this name in a checkpoint is an average of a weight."""
+    return name.startswith(AVERAGE)
+
+
+def average_name(parameter: str) -> str:
+    """Name of the average of a parameter in a checkpoint."""
+    return AVERAGE + parameter
+
+
+def names_of_weights(stored: Collection[str], ema: bool) -> dict[str, str]:
+    """Parameter -> name of its values in a checkpoint. ema: those of the average, if there is one."""
+    weights = [name for name in stored if not name.startswith((STATE, AVERAGE))]
+    return {name: average_name(name) if ema and average_name(name) in stored else name for name in weights}
+
+
 def state_name(parameter: str, state: str) -> str:
     """Name of a state array of a parameter in a checkpoint."""
     return f"{STATE}{parameter}/{state}"
+
+
+def note_memory(grid: Grid) -> None:
+    """Record in the ledger the bytes of weights, gradients and states of all optimizers and averages of the grid, which
+    `grid.attached` contains under this function."""
+    held = [each for holder in grid.attached[note_memory] for each in holder._held().items()]
+    own = {parameter for parameter, _ in held}
+    arrays = {
+        "weights": [each.shard for each in own],
+        "gradients": [each.grad_buffer.array for each in own if each.grad_buffer.array is not None],
+        "state": [array for _, states in held for array in states]
+        + [each.master.local for each in own if each.master is not None],
+    }
+    grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
 
 class StateForm(NamedTuple):
@@ -103,22 +133,28 @@ class Part:
             self._own = slice(*offsets(self._counts)[index : index + 2])
             self._within = box.within(parameter.box)
 
-    def gradient(self) -> Array:
-        """This rank's part of the summed gradient as a flat array, without waiting. Collective if the gradient has
-        another layout."""
+    def gradient(self, copied: bool = False) -> Array:
+        """This rank's part of the summed gradient as a flat array, or a copy of it, without waiting. Collective if the
+        gradient has another layout."""
         buffer = self.parameter.grad_buffer
-        if buffer.layout is not self.layout and buffer.layout is not self._equal:
-            if buffer.layout != self.layout:
-                return buffer.in_layout(self.layout).reshape(-1)
-            self._equal = buffer.layout
         array = buffer.array
-        return (array if tuple(array.shape) == self.shape else array[self._within]).reshape(-1)
+        if buffer.layout is not self.layout and buffer.layout is not self._equal:
+            if buffer.layout == self.layout:
+                self._equal = buffer.layout
+            else:
+                array = buffer.in_layout(self.layout)
+        own = (array if tuple(array.shape) == self.shape else array[self._within]).reshape(-1)
+        return self.library.copy(own) if copied else own
 
     def stored(self) -> Array:
         """This rank's part of the parameter as a flat array, which may be written to."""
         value = self.parameter._value
         flat = (value._memory if value._base is None else value.local).reshape(-1)
         return flat if self._own is None else flat[self._own]
+
+    def weight(self) -> Array:
+        """This rank's part of the master weight, or of the parameter if it has none, as a flat array."""
+        return self.parameter._master_in(self.layout).local.reshape(-1) if self.has_master else self.stored()
 
     def all_gather(self) -> Pending:
         """Begin to all-gather the parts that the ranks along data updated."""

@@ -17,7 +17,7 @@ from ..product import DistMatrix
 from .elementary import abs, exp, log, sqrt
 from .functional import ACTIVATIONS
 from .gradient_buffer import GradientBuffer
-from .loss import cross_entropy, mae, mse
+from .loss import LOSSES
 from .module import Module
 from .operations import log_softmax, softmax
 from .parallel import BackwardSync
@@ -35,8 +35,6 @@ CHECKED = 50
 """With PMM3D_DEBUG=1, each step whose number is a multiple of this one is compared with ordinary passes."""
 FUNCTIONS = *ACTIVATIONS.values(), exp, log, sqrt, abs, softmax, log_softmax
 """Functions that are recorded, as layers."""
-LOSSES = mse, mae, cross_entropy
-"""Losses that are recorded, also as `functools.partial` with further arguments."""
 Batch = tuple[DistMatrix, DistMatrix]
 RunPasses = Callable[[Sequence[Batch]], list[Any]]
 """passes(batches) runs the forward and backward passes, and returns the losses."""
@@ -56,7 +54,7 @@ class RecordedStep(Recording):
         self.scale, self.number, self.checked, self.repeats = scale, 0, False, True
         self._batches, self._losses, self._noted = list[Batch](), list[Any](), list[Any]()
         self._overflows = False
-        self._after = list[State]()
+        self._after, self._arrays = list[State](), list[Any]()
 
     def record(self, network: Module, batches: Sequence[Batch], passes: RunPasses, arena: Arena) -> list[Any]:
         """Run the passes, and record them."""
@@ -73,6 +71,7 @@ class RecordedStep(Recording):
             raise
         _note_checks(batches, self._batches)
         self._after = _states(network._gradient_buffers())
+        self._arrays = [each.buffer.array for each in self._after]
         self._overflows = float(self.scale) != 1 or any(
             each.buffer.precision.compute == "float16" for each in self._after
         )
@@ -100,8 +99,8 @@ class RecordedStep(Recording):
             raise
         _note_checks(batches, self._batches)
         scale = float(self.scale)
-        for _, buffer, layout, is_scaled in self._after:
-            buffer.layout, buffer.pending, buffer.is_open = layout, None, False
+        for (_, buffer, layout, is_scaled), array in zip(self._after, self._arrays):
+            buffer.array, buffer.layout, buffer.pending, buffer.is_open = array, layout, None, False
             if is_scaled:
                 buffer.scales.add(scale)
         for uses, recorded_scale, problem in self._noted:

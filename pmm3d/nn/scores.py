@@ -54,6 +54,13 @@ def right_rows(logits: Tensor, labels: Matrix) -> int:
     return 0 if wanted is None else int(np.count_nonzero(predicted == wanted))
 
 
+def right_elements(logits: Tensor, target: Matrix) -> int:
+    """Number of this rank's elements whose logit is above 0 if the target is above 1/2, else not. The logits have no
+    partial sums."""
+    found, wanted = (logits.library.to_numpy(each.shard) for each in (logits, aligned_target(logits, target)))
+    return int(np.count_nonzero((found > 0) == (wanted > 0.5)))
+
+
 def _first_largest(logits: Tensor) -> np.ndarray:
     """Column of the first largest logit, among the columns of all ranks, for each of this rank's rows."""
     with logits.grid.ledger.phase("loss"):

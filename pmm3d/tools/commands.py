@@ -24,7 +24,7 @@ from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
 from .plan.product import product_command
 from .plan.train import train_command as plan_train_command
-from .predict import evaluate_command, generate_command, predict_command
+from .predict import NoEma, evaluate_command, generate_command, predict_command
 from .ranks import Accept, all_ranks, on_first, one_process
 from .terminal import check_surroundings, say
 from .tune.blas.command import blas_command
@@ -184,6 +184,7 @@ def export_command(
             "these names, else torch."
         ),
     ] = None,
+    no_ema: NoEma = False,
 ) -> None:
     """Write the weights of a checkpoint as a torch state dict, or as a folder of the transformers package.
 
@@ -215,7 +216,7 @@ def export_command(
 
         on_first(comm, first)
         with bar("export", comm.rank == 0):
-            path, about = export_checkpoint(comm, checkpoint, target, names)
+            path, about = export_checkpoint(comm, checkpoint, target, names, not no_ema)
         if comm.rank == 0:
             say(f"wrote {target}, the weights of {path}{about}")
 

@@ -26,6 +26,7 @@ PROGRAMS = (
     "costs",
     "digits_rate",
     "drop_in",
+    "generation",
     "gpt_step",
     "kernels",
     "low_precision",

@@ -67,6 +67,10 @@ def test_items_of_several_dims_targets_that_are_values_and_tensors(grid, path):
     with DataSet(grid, half, dtype="float64") as data:
         x, _ = next(iter(data.loader(SAMPLES, shuffle=False)))
         assert np.array_equal(to_numpy(x.gather(), x.library), X % 64)
+    signs = (VECTORS % 2).astype(bool)
+    with DataSet(grid, Items(X, signs), dtype="float64") as data:
+        _, y = next(iter(data.loader(SAMPLES, shuffle=False)))
+        assert np.array_equal(to_numpy(y.gather(), y.library), signs)
 
 
 def test_classes_counts_scales_and_held_out_rows_are_those_of_a_file(some_grid, path):

@@ -16,10 +16,11 @@ from safetensors import safe_open
 from pmm3d import Grid
 from pmm3d.io import Tokenizer, convert_text
 from pmm3d.nn.facts import ACCEPTED
+from pmm3d.nn.training.continuation import TextStream
 from pmm3d.nn.training.export import _export_tokenizer, tokenizer_of
-from pmm3d.nn.training.predict import text_after
 from pmm3d.nn.training.samples import Recalled
 from pmm3d.nn.training.sections import DataSection
+from pmm3d.text import counted
 from pmm3d.tools.ranks import Accept
 
 NAMES = ["cat", "dog", "eel"]
@@ -377,11 +378,13 @@ steps = 6
 FOLDER = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
-def words_of(*words):
+def words_of(*words, unknown="?"):
     """A tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["?", *words])}, unk_token="?"))
+    made = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate([unknown, *words])}, unk_token=unknown)
+    )
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return made
 
@@ -396,13 +399,12 @@ def metaspace():
 
 
 def test_the_text_after_a_prompt_has_its_blank():
-    """And a character that the prompt begins is that of the text."""
     for made in (words_of("the", "cat", "sat"), metaspace()):
         coder = Tokenizer(made.to_str())
-        tokens = coder.encode("the cat sat").tolist()
-        assert len(tokens) == 3 and text_after(coder, tokens[:2], tokens) == " sat"
-    tokens = Tokenizer().encode("né a").tolist()
-    assert [text_after(Tokenizer(), tokens[:cut], tokens) for cut in (1, 2, 3, 5)] == ["é a", "é a", " a", ""]
+        *tokens, last = coder.encode("the cat sat").tolist()
+        stream = TextStream(coder, tokens, lambda text: None)
+        stream.add(last)
+        assert len(tokens) == 2 and stream.finish() == " sat"
 
 
 def test_the_tokenizer_of_an_export_is_that_of_the_facts_of_the_run(tmp_path):
@@ -444,6 +446,7 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     def right(*words, ranks=1):
         done = pmm3d(*words, ranks=ranks)
         assert done.returncode == 0, done.stderr
+        assert words[0] != "generate" or "replayed" not in done.stderr  # no line inside the text
         return done.stdout
 
     def generate(*options, run="run", ranks=1):
@@ -454,25 +457,42 @@ def test_a_run_of_tokens_continues_a_text(pmm3d, tmp_path):
     right("convert", "text", "cat.txt", "text.h5")
     right("train", "run.toml", ranks=2)
     found = []
-    for options in (("--temperature", "0"), ("--top-k", "5", "--seed", "3"), ("--seed", "4")):
+    for options in (("--temperature", "0"), ("--top-k", "5", "--seed", "3"), ("--top-p", "0.9", "--seed", "4")):
         for ranks in (1, 2):
             told = generate("--length", "20", *options, ranks=ranks)
             found.append((tmp_path / "out.txt").read_bytes().decode())
             assert "the cat" + found[-1] in told and "20 tokens by run/checkpoints" in told
     assert found[::2] == found[1::2] and len(set(found)) == 3
-    words_of("the", "cat").save(str(tmp_path / "words.json"))
+    greedy = found[0]
+    last = greedy[5]
+    stop = greedy.index(last)
+    told = generate("--length", "20", "--temperature", "0", "--end", "\n", "--end", last)
+    assert "the cat" + greedy[:stop] + "\n" in told and f"{counted(stop, 'token')} by run/checkpoints" in told
+    assert (tmp_path / "out.txt").read_text() == greedy[:stop]
+    words = words_of(unknown="</s>")
+    words.add_special_tokens(["</s>"])
+    words.save(str(tmp_path / "words.json"))
     right("convert", "text", "cat.txt", "words.h5", "--tokenizer", "words.json")
-    other = ("generate", "run", "--prompt", "the cat", "--length", "0", "--tokenizer", "words.h5")
+    other = ("generate", "run", "--prompt", "the cat", "--length", "4", "--tokenizer", "words.h5")
     for words, text in (
         (("generate", "run", "--prompt", ""), "the prompt has no tokens"),
         (("generate", "run", "--prompt", "a", "--overwrite"), "--overwrite has no effect without --out"),
+        (("generate", "run", "--prompt", "a", "--end", "ab"), "'ab' is 2 tokens, not one"),
+        (
+            ("generate", "run", "--prompt", "a", "--top-p", "0"),
+            "top_p must be a number above 0, and at most 1; got 0.0",
+        ),
         (("generate", "run", "--prompt", "a", "--tokenizer", "none.h5"), "none.h5"),
         (other, "the tokenizer of words.h5 differs, and nothing was changed: tokenizer was 'bytes', is "),
         (("predict", "run", "text.h5", "--out", "o.h5"), "pmm3d generate run --prompt TEXT"),
         (("export", "run", "no.safetensors", "--names", "llama"), "no names 'llama'. This GPT has the names torch"),
     ):
         said(pmm3d(*words), text)
-    right(*other, "--accept", "tokenizer")
+    assert "</s> </s>\n0 tokens by" in right(*other, "--accept", "tokenizer")
+    assert "</s>" * 6 + "\n4 tokens by" in right(*other, "--accept", "tokenizer", "--no-end").replace(" </s>", "</s>")
+    done = pmm3d("generate", "run", "--prompt", "cut \udcc3", "--length", "3", "--out", "a" * 250)
+    said(done, "File name too long")
+    assert done.stdout.startswith("cut ") and done.stdout.endswith("\n")  # the error begins a line
     assert "longer than" not in right("generate", "run", "--prompt", "the cat " * 9, "--length", "0")
     assert "longer than the 40 positions" in generate("--length", "40")
     (tmp_path / "text.h5").rename(tmp_path / "moved.h5")

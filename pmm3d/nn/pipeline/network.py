@@ -443,7 +443,9 @@ class Pipeline(Module):
             for module, times in next(iter(self._passes.values()))[-1].calls.items():
                 module.calls += times * micro_batches
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor, end: tuple[Callable[..., Tensor], Facts] | None = None) -> Any:
+        """Outputs of the network, on all ranks. end: a function of the outputs, which the last stage calls, and the
+        facts of its result. All ranks then get this result instead."""
         if self.ranks > 1 and inputs[0].tape.recording and not inputs[0].tape.summing:  # in a step of `train_step`
             raise PipelineError(
                 "a Pipeline inside another network is not trained, because its layers would get no "
@@ -457,8 +459,10 @@ class Pipeline(Module):
                 if here == self.index:
                     values = self._run(stage, 0, *values)
         self._count_passes(1)
-        last = self.rank_of[self.depth - 1]
-        values = self._handed_over(tuple(map(summed, values)), arrived[-1].tensors, last, range(self.ranks))
+        last, facts = self.rank_of[self.depth - 1], arrived[-1].tensors
+        if end is not None:
+            values, facts = (end[0](*values),) if last == self.index else values, (end[1],)
+        values = self._handed_over(tuple(map(summed, values)), facts, last, range(self.ranks))
         return values if len(values) > 1 else values[0]
 
     def _handed_over(

@@ -4,16 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names, for type checkers
+    from .callbacks import Callback
     from .config import Config
     from .evaluation import evaluate
     from .log import RunLog
     from .loop import NonFiniteLossError, Trainer
     from .recipe import Recipe
     from .state import TrainState
+    from .states import TrainStates
 
-_HOME = {"Config": "config", "NonFiniteLossError": "loop", "Recipe": "recipe", "RunLog": "log", "TrainState": "state",
-         "Trainer": "loop", "evaluate": "evaluation"}  # fmt: skip
-__all__ = ["Config", "NonFiniteLossError", "Recipe", "RunLog", "TrainState", "Trainer", "evaluate"]
+_HOME = {"Callback": "callbacks", "Config": "config", "NonFiniteLossError": "loop", "Recipe": "recipe", "RunLog": "log",
+         "TrainState": "state", "TrainStates": "states", "Trainer": "loop", "evaluate": "evaluation"}  # fmt: skip
+__all__ = ["Callback", "Config", "NonFiniteLossError", "Recipe", "RunLog", "TrainState", "TrainStates", "Trainer",
+           "evaluate"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -23,12 +23,13 @@ from ..pipeline.network import Pipeline
 from ..tape import Tape
 from ..transformer import token_layout
 from .auto_grid import Choice, chosen_grid
+from .callbacks import callbacks_of
 from .config import Config
 from .dry_step import DrySteps
 from .evaluation import loss_named
 from .log import RunLog, logger
 from .loop import Trainer
-from .network import Own, described, layer_sizes, make_network, make_optimizer, make_schedule
+from .network import Own, described, layer_sizes, make_ema, make_network, make_optimizer, make_schedule
 from .recipe import Recipe
 from .samples import SAMPLES, Samples, SampleSizes, class_weights_of, loss_of, opened, samples_of, scaling_of
 from .sections import AUTO, GridSection
@@ -180,6 +181,7 @@ def _trainer(
         checkpoint_every=section.checkpoint_every,
         patience=section.patience,
         metrics=own.functions.metrics,
+        label_smoothing=section.label_smoothing,
     )
     with grid.collective_call("training", always=True):
         if validation is None and (section.best or section.patience):
@@ -188,7 +190,7 @@ def _trainer(
                 "raise it, or name a data.validation_file"
             )
     return Trainer(
-        TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader),
+        TrainState(network, optimizer, make_schedule(config, optimizer, steps), loader, ema=make_ema(config, network)),
         recipe,
         validation,
         Checkpoints(
@@ -199,4 +201,5 @@ def _trainer(
         signals=signals,
         auto=auto,
         best=Checkpoints(grid, section.folder / "best", keep=1) if section.best else None,
+        callbacks=callbacks_of(grid, section.callbacks),
     )

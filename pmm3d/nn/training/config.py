@@ -88,7 +88,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tokens_fit(self) -> Config:
-        data, network, loss, length = self.data, self.network, self.training.loss, self.data.sequence or 0
+        data, network, training, length = self.data, self.network, self.training, self.data.sequence or 0
         given = [
             f"data.{name}"
             for name in ("targets", "groups", "classes", "standardize")
@@ -111,12 +111,12 @@ class Config(Section):
             ),
             (length and given, f"{''.join(given[:1])} is not for tokens (data.sequence): leave it out"),
             (
-                length and self.training.class_weights is not None,
+                length and training.class_weights is not None,
                 "training.class_weights is for labels, not for tokens (data.sequence): leave it out",
             ),
             (
-                length and loss in ("mse", "mae"),
-                f'training.loss = "{loss}": the loss of tokens is cross_entropy; leave it out',
+                length and training.of_values,
+                f'training.loss = "{training.loss}": the loss of tokens is cross_entropy; leave it out',
             ),
             (
                 length > (network.positions or length),

@@ -47,11 +47,18 @@ def _comment(text: str) -> list[str]:
 def _line(section: BaseModel, key: str) -> str:
     """Return the line of a key; a comment if the key has no value."""
     value = section.model_dump(mode="json")[key]
+    return f"# {key} =" if value is None else f"{key} = {_inline(value)}"
+
+
+def _inline(value: Any) -> str:
+    """Return a value as TOML on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
     if isinstance(value, dict):
         table = tomlkit.inline_table()
         table.update(value)
-        return f"{key} = {table.as_string()}"
-    return f"# {key} =" if value is None else f"{key} = {tomlkit.item(value).as_string()}"
+        return table.as_string()
+    return tomlkit.item(value).as_string()
 
 
 def explained(error: ValidationError, model: type[BaseModel], values: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from ..pipeline.network import Pipeline
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
-from .network import Own, inputs_of, layer_sizes, make_network, make_optimizer
+from .network import Own, inputs_of, layer_sizes, make_ema, make_network, make_optimizer
 from .samples import SampleSizes, check_class_weights, loss_of, sizes_in_file
 from .step import train_step
 
@@ -153,6 +153,7 @@ class DrySteps:
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self.own.network)
         optimizer, batch = make_optimizer(config, network, self.own), self._batch(dry, output)
+        ema = make_ema(config, network)
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         run = dry.dry_run
         assert run is not None
@@ -160,14 +161,15 @@ class DrySteps:
             each.layout.box(each.shape, stage.shape, stage.coords).size * itemsize(each.dtype) for each in batch
         )
         weights = None if config.training.class_weights is None else [1.0] * samples.outputs
-        loss = loss_named(self.own.functions.loss if ":" in self.loss else self.loss, weights)
+        named = self.own.functions.loss if ":" in self.loss else self.loss
+        loss = loss_named(named, weights, config.training.label_smoothing)
         clip = config.optimizer.clip or None
         for place, count in enumerate([micro_batches[0], *micro_batches]):
             run.actions, run.passes = [], []
             x, y = (facts.on(stage) for facts in batch)
             if config.data.sequence is not None:
                 x.labels_below = y.labels_below = samples.outputs
-            train_step(network, optimizer, loss, [(x, y)] * count, clip, scale=scale)
+            train_step(network, optimizer, loss, [(x, y)] * count, clip, scale=scale, ema=ema)
             finish_all(dry)
             if not place:
                 continue
@@ -175,7 +177,8 @@ class DrySteps:
             received = sum(action.received for action in run.actions if action.what == "begin")
             held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
             if config.training.checkpoint_in_background and config.network.on_host:
-                matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters())}
+                averages = {} if ema is None else ema.matrices()
+                matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters()), **averages}
                 held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
             kinds = network._kinds_of_ranks() if isinstance(network, Pipeline) else ()
             yield Step(run.actions, held, flop, received, run.passes, kinds)

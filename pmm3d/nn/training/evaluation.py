@@ -29,20 +29,28 @@ Loss = Callable[..., Tensor]
 Metrics = Mapping[str, Callable[[Tensor, DistMatrix], float]]
 MOST_NAMED = 8
 """Largest number of targets that have a figure of their own in the log."""
-LOSSES: dict[str, Loss] = {"cross_entropy": losses.cross_entropy, "mse": losses.mse, "mae": losses.mae}
+LOSSES: dict[str, Loss] = {each.__name__: each for each in losses.LOSSES if each is not losses.kl_div}
+"""Losses of outputs as they are; those of `kl_div` are logarithms of probabilities."""
 
 
-def loss_named(loss: str | Loss, class_weights: Sequence[float] | None = None) -> Loss:
+def loss_named(loss: str | Loss, class_weights: Sequence[float] | None = None, label_smoothing: float = 0.0) -> Loss:
     """Return the loss of that name, or the given function. Raises Pmm3dError for anything else.
 
-    class_weights: weight of each class for "cross_entropy"; None: 1.
+    class_weights: weight of each class for "cross_entropy"; None: 1. label_smoothing: for "cross_entropy".
     """
-    if class_weights is not None:
-        return partial(LOSSES["cross_entropy"], weight=tuple(class_weights))
     function = LOSSES.get(loss, loss) if isinstance(loss, str) else loss
     if isinstance(function, str) or not callable(function):
         raise Pmm3dError(f"the loss must be {', '.join(LOSSES)} or a function; got {loss!r}")
-    return function
+    given = dict[str, Any]() if class_weights is None else {"weight": tuple(class_weights)}
+    given |= {"label_smoothing": label_smoothing} if label_smoothing else {}
+    if given and without_arguments(function) is not losses.cross_entropy:
+        raise Pmm3dError(f"{' and '.join(given)}: for the loss cross_entropy; the loss is {loss!r}: leave it out")
+    return partial(function, **given) if given else function
+
+
+def without_arguments(loss: Loss) -> Loss:
+    """Return the function of a `functools.partial`; another loss as it is."""
+    return loss.func if isinstance(loss, partial) else loss
 
 
 def local_loss(result: Tensor) -> float:
@@ -69,11 +77,15 @@ class Evaluation:
 
     def __init__(self, network: Module, loss: Loss, metrics: Metrics | None = None, targets: Sequence[str] = ()):
         self._network, self._loss, self._metrics = network, loss, dict(metrics or {})
-        plain = loss.func if isinstance(loss, partial) and {*loss.keywords} == {"weight"} else loss
-        self._classes, self._vectors = plain is losses.cross_entropy, loss in (losses.mse, losses.mae)
+        plain, given = without_arguments(loss), {*loss.keywords} if isinstance(loss, partial) else set()
+        self._classes = plain is losses.cross_entropy and given <= {"weight", "label_smoothing"}
+        self._binary = plain is losses.binary_cross_entropy_with_logits
+        self._vectors = plain in (losses.mse, losses.mae, losses.huber)
+        self._scored = plain is not losses.kl_div
         if taken := sorted({"loss", "accuracy", "r2", *(f"r2 of {name}" for name in targets)} & set(self._metrics)):
             raise Pmm3dError(f"metrics: an evaluation already has {', '.join(taken)}; give yours another name")
         self._sums, self._rows, self._terms, self._mixed = np.zeros(2), 0, 0.0, False
+        self._judged = 1  # outputs of a row that are right or wrong
         self._passes = Passes.of(network)
         self.score, self._targets = scores.R2(), targets if 1 < len(targets) <= MOST_NAMED else ()
         self._means = dict.fromkeys(self._metrics, 0.0)
@@ -110,13 +122,16 @@ class Evaluation:
                 "several batches is not known. Return the mean of nn.cross_entropy itself, or evaluate "
                 "one batch"
             )
-        terms = rows if number is None else number
+        terms, position = rows if number is None else number, grid.shape.position(grid.rank)
         self._sums[0] += local_loss(result) * terms if terms else 0.0
         self._terms += terms
         if self._classes:
-            counts = Layout(out.layout.rows).is_first(grid.shape.position(grid.rank))
+            counts = Layout(out.layout.rows).is_first(position)
             self._sums[1] += scores.right_rows(out, y) * counts
-        elif self._vectors or (y.dtype == out.dtype and y.shape == out.shape):
+        elif self._binary:
+            self._sums[1] += scores.right_elements(out, y) * out.layout.is_first(position)
+            self._judged = out.shape[1]
+        elif self._vectors or (self._scored and y.dtype == out.dtype and y.shape == out.shape):
             self._vectors = True
             self.score.add(out, y)
         self._rows += rows
@@ -127,8 +142,9 @@ class Evaluation:
         return self._terms != 0
 
     def figures(self) -> dict[str, float]:
-        """Return "loss", "accuracy" for classes or "r2" for vectors, "r2 of NAME" of targets with names, and the
-        metrics. Collective. For a user's loss with labels there is neither accuracy nor r2."""
+        """Return "loss"; "accuracy" for classes, and for 0 and 1 (the share of the elements whose probability is on the
+        right side of 1/2), or "r2" for vectors; "r2 of NAME" of targets with names; and the metrics. Collective. For a
+        user's loss with labels there is neither accuracy nor r2."""
         grid, rows = self._network.grid, self._rows
         if not rows:
             raise Pmm3dError(
@@ -139,7 +155,8 @@ class Evaluation:
             sums = np.append(self._sums, self._passes.open)
             loss, right, are_open = grid.everyone.all_reduce(sums, agreed=True).wait().tolist()
         self._passes.conclude(are_open)
-        score = {"accuracy": right / rows} if self._classes else {"r2": self.score.value()} if self._vectors else {}
+        score = {"r2": self.score.value()} if self._vectors else {}
+        score = {"accuracy": right / (rows * self._judged)} if self._classes or self._binary else score
         if self._vectors and self._targets:
             score |= {f"r2 of {name}": float(each) for name, each in zip(self._targets, self.score.of_columns()[0])}
         loss = loss / self._terms if self._terms else nan
@@ -164,7 +181,8 @@ def evaluate(network: Module, loader: Iterable[Batch], loss: Loss, metrics: Metr
     Returns
     -------
     dict
-        "loss", "accuracy" for classes or "r2" for vectors, and the metrics.
+        "loss", "accuracy" for classes or for 0 and 1 (`binary_cross_entropy_with_logits`), or "r2" for vectors, and the
+        metrics.
 
     Raises
     ------

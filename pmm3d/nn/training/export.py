@@ -25,7 +25,8 @@ from ..facts import FACTS, facts_in
 from ..from_checkpoint import fill, fill_weights, find_checkpoint
 from ..layers import Linear
 from ..module import Module
-from ..optimizer_state import is_state
+from ..optimizer_state import is_average, names_of_weights
+from .log import AVERAGED
 from .network import network_of
 from .samples import SAMPLES, Recalled, recalled, tokenizer_file
 
@@ -48,10 +49,15 @@ SCALED = "scaling"
 """Key of the scales in the metadata; None if samples have the units of the data."""
 
 
-def export_checkpoint(comm: MPI.Intracomm, path: Path, target: Path, names: str | None = None) -> tuple[Path, str]:
+def export_checkpoint(
+    comm: MPI.Intracomm, path: Path, target: Path, names: str | None = None, ema: bool = True
+) -> tuple[Path, str]:
     """Write the weights of a checkpoint, or of a run's newest undamaged one, as `export_torch` does. To a folder, also
-    write the tokenizer. Return the checkpoint, and a text about the units of samples that were standardised, or about
-    the tokenizer. Collective over comm. Raises CheckpointError, on every rank."""
+    write the tokenizer. Return the checkpoint, and a text about averaged weights, and about the units of samples that
+    were standardised, or about the tokenizer. Collective over comm. Raises CheckpointError, on every rank.
+
+    ema: as in `load_weights`
+    """
     with Grid(comm, "fsdp") as grid:
         checkpoint, keeper = find_checkpoint(grid, path)
         try:
@@ -74,27 +80,28 @@ def export_checkpoint(comm: MPI.Intracomm, path: Path, target: Path, names: str 
         scaling = None if run is None else run.scaling
         if run is None or of_torch:
             metadata = {} if run is None else {SCALED: scaling and scaling.state()}
-            _export_matrices(grid, keeper, checkpoint, target, metadata)
+            _export_matrices(grid, keeper, checkpoint, target, metadata, ema)
             contained = False
         else:
-            contained = _export_network(grid, keeper, checkpoint, run, target, names)
+            contained = _export_network(grid, keeper, checkpoint, run, target, names, ema)
+        by = AVERAGED * (ema and any(map(is_average, checkpoint.contents)))
         if run is not None and target.suffix != ENDING:
-            return checkpoint.path, _export_tokenizer(grid, run, target)
+            return checkpoint.path, by + _export_tokenizer(grid, run, target)
         units = "; samples and outputs have the units of the data"
         if not contained:
             units = "; the network takes standardised samples: the scales are in the metadata pmm3d"
-        return checkpoint.path, units if scaling is not None else ""
+        return checkpoint.path, by + (units if scaling is not None else "")
 
 
 def _export_network(
-    grid: Grid, keeper: Checkpoints, checkpoint: Checkpoint, run: Recalled, target: Path, names: str | None
+    grid: Grid, keeper: Checkpoints, checkpoint: Checkpoint, run: Recalled, target: Path, names: str | None, ema: bool
 ) -> bool:
     """Export the parameters of the network, which distinguishes vectors from matrices. Return whether they contain the
     scales of the samples."""
     section = run.config.network.model_copy(update={"library": "numpy"})
     config = run.config.model_copy(update={"network": section})
     network = network_of(config, grid, run.samples)
-    fill_weights(network, checkpoint, keeper)
+    fill_weights(network, checkpoint, keeper, ema=ema)
     contained = run.scaling is not None and put_scales_into_weights(network, run.scaling)
     metadata: dict[str, Any] = {
         "network": config.settings()["network"],
@@ -173,20 +180,21 @@ def put_scales_into_weights(network: Module, scaling: Scaling) -> bool:
 
 
 def _export_matrices(
-    grid: Grid, keeper: Checkpoints, checkpoint: Checkpoint, target: Path, metadata: Mapping[str, Any]
+    grid: Grid, keeper: Checkpoints, checkpoint: Checkpoint, target: Path, metadata: Mapping[str, Any], ema: bool
 ) -> None:
     """Export the matrices of the checkpoint, whose manifest distinguishes vectors from matrices.
 
     metadata: further metadata of the file.
     """
-    entries = {name: entry for name, entry in checkpoint.manifest["matrices"].items() if not is_state(name)}
+    names = names_of_weights(checkpoint.contents, ema)
+    entries = {name: checkpoint.manifest["matrices"][weights] for name, weights in names.items()}
     library = "torch" if "bfloat16" in {entry["dtype"] for entry in entries.values()} else "numpy"
     matrices = {
         name: DistMatrix.empty(grid, tuple(entry["shape"]), dtype=entry["dtype"], layout=Layout("z"), library=library)
         for name, entry in entries.items()
     }
     vectors = {torch_name(name) for name, entry in entries.items() if entry.get("vector")}
-    fill(keeper, checkpoint, matrices, partial=True)
+    fill(keeper, checkpoint, {names[name]: matrix for name, matrix in matrices.items()}, partial=True)
     weights = {torch_name(name): matrix for name, matrix in matrices.items()}
     export_safetensors(
         grid,

@@ -66,8 +66,11 @@ Weights = Annotated[
     _in_words('a table of files with weights above 0, such as {"web.h5" = 3, "books.h5" = 1}'),
 ]
 LossName = Annotated[
-    Literal["auto", "cross_entropy", "mse", "mae"] | Function,
-    _in_words('"auto", "cross_entropy", "mse", "mae", or a Python file and a function in it, such as "loss.py:huber"'),
+    Literal["auto", "cross_entropy", "mse", "mae", "huber", "binary_cross_entropy_with_logits"] | Function,
+    _in_words(
+        '"auto", "cross_entropy", "mse", "mae", "huber", "binary_cross_entropy_with_logits", or a Python file and a '
+        'function in it, such as "loss.py:asymmetric"'
+    ),
 ]
 ClassWeights = Annotated[
     list[Annotated[float, Field(ge=0)]] | Literal["balanced"],

@@ -132,9 +132,12 @@ def _targets(run: Trainer, config: Config) -> str:
     samples, section = run.settings[SAMPLES], config.data
     if section.sequence is not None:
         return f"tokens {section.inputs!r}: a vocabulary of {samples['outputs']}, sequences of {section.sequence}"
+    scaling = run.loader.scaling
+    scaled = ". Samples are standardised" if scaling else ""
     if run.loader.data.classes is None:
         names = f" ({names_in_words(map(repr, samples['target_names']))})" if samples["target_names"] else ""
-        scaled = ". Samples and targets are standardised, also in the loss" if run.loader.scaling else ""
+        if scaling and scaling.targets:
+            scaled = ". Samples and targets are standardised, also in the loss"
         return (
             f"targets {section.targets!r}: {samples['outputs']} values a row{names}, by the loss "
             f"{samples['loss']}{scaled}"
@@ -143,7 +146,6 @@ def _targets(run: Trainer, config: Config) -> str:
     weights = samples["class_weights"]
     weighed = f". Weights of the classes are {min(weights):.3g} to {max(weights):.3g}" if weights else ""
     if samples["class_names"]:
-        scaled = ". Samples are standardised" if run.loader.scaling else ""
         return f"{classes} ({names_in_words(samples['class_names'])}){scaled}{weighed}"
     return classes + (
         weighed
@@ -173,12 +175,15 @@ def _end_schedule_with_run(run: Trainer) -> list[str]:
 def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
     """Load initial weights, and the scales of the samples that they were trained with. Return a line for the log."""
     from ...io.scaling import Scaling
-    from ..exchange import load_weights
+    from ..exchange import read_weights
+    from .log import AVERAGED
 
-    checkpoint = load_weights(run.state.network, path, run.state.optimizer, accept=accept, facts=run.loader.data.facts)
+    state, facts = run.state, run.loader.data.facts
+    checkpoint, averaged = read_weights(state.network, path, state.optimizer, accept=accept, facts=facts)
+    loaded = "loaded" + AVERAGED * averaged
     with run.grid.collective_call("training", str(path), always=True):
-        state = _scales_in(checkpoint) if run.grid.rank == 0 else None
-    known, raw, targets = run.grid.comm.bcast(state)
+        scales = _scales_in(checkpoint) if run.grid.rank == 0 else None
+    known, raw, targets = run.grid.comm.bcast(scales)
     scaling, here = Scaling.of(known), run.loader.scaling
     with run.grid.collective_call("training", str(path), always=True):
         if scaling is not None and here is None:
@@ -191,13 +196,13 @@ def _load_weights(run: Trainer, path: Path, accept: frozenset[str]) -> str:
                 "run with standardised samples, name this run or its checkpoint; else set data.standardize = false"
             )
     if scaling is None or here is None:
-        return "loaded" if here is None else "loaded; the scales of the samples are those of this run's rows"
+        return loaded if here is None else f"{loaded}; the scales of the samples are those of this run's rows"
     fits = scaling.targets is not None and here.targets is not None
     fits = fits and targets in (None, run.loader.data.facts.get("targets", targets))
     scaling = Scaling(scaling.inputs, scaling.targets if fits else here.targets)
     for loader in (run.loader, *([] if run.validation is None else [run.validation])):
         loader.standardize(scaling)
-    return "loaded, with the scales of its samples"
+    return f"{loaded}, with the scales of its samples"
 
 
 def _scales_in(path: Path) -> tuple[dict[str, Any] | None, bool, list[str] | None]:

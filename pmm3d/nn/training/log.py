@@ -19,7 +19,7 @@ from ...comm import Grid
 from ...errors import Pmm3dError, check_regular
 from ...io.disk import not_following, replace_file
 
-METRICS = "metrics.jsonl"
+METRICS, AVERAGED = "metrics.jsonl", " (averaged weights)"
 logger = logging.getLogger("pmm3d.nn")
 
 
@@ -89,12 +89,12 @@ class RunLog:
     Notes
     -----
     metrics.jsonl has one JSON object per line: {"step", "epoch", "loss", "gradient_norm", "lr", "samples_per_second",
-    "waiting", "seconds"}, and {"step", "validation": {...}}. "lr" is the rate that the step used. "gradient_norm" is
-    the 2-norm before clipping. "waiting" is the share of the time since the previous line in which rank 0 waited for
-    messages or the loader. For tokens there are also "perplexity" and "bits_per_byte", and samples are tokens. For
-    float16 there are also "loss_scale", of the next step, and "skipped". Figures that are not finite are left out, or
-    null in a validation. A resumed run continues the file, without lines of later steps. Progress is printed if stderr
-    is a terminal.
+    "waiting", "seconds"}, and {"step", "validation": {...}}, with "ema": true if the figures are of averaged weights.
+    "lr" is the rate that the step used. "gradient_norm" is the 2-norm before clipping. "waiting" is the share of the
+    time since the previous line in which rank 0 waited for messages or the loader. For tokens there are also
+    "perplexity" and "bits_per_byte", and samples are tokens. For float16 there are also "loss_scale", of the next step,
+    and "skipped". Figures that are not finite are left out, or null in a validation. A resumed run continues the file,
+    without lines of later steps. Progress is printed if stderr is a terminal.
 
     Examples
     --------
@@ -142,12 +142,13 @@ class RunLog:
                 end="",
             )
 
-    def validation(self, step: int, epoch: int, figures: dict[str, float]) -> None:
-        """Write a line of the figures of an evaluation after this many steps and epochs."""
+    def validation(self, step: int, epoch: int, figures: dict[str, float], ema: bool = False) -> None:
+        """Write a line of the figures of an evaluation after this many steps and epochs. ema: of averaged weights."""
         if self.writes:
             said = {name: value if isfinite(value) else None for name, value in figures.items()}
-            self._write({"step": step, "epoch": epoch, "validation": said})
-        self.say(f"step {step}: " + ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items()))
+            self._write({"step": step, "epoch": epoch, "validation": said, **({"ema": True} if ema else {})})
+        texts = ", ".join(f"validation {name} {value:.4f}" for name, value in figures.items())
+        self.say(f"step {step}: {texts}{AVERAGED * ema}")
 
     def saved(self, step: int, path: Path) -> None:
         """Report a checkpoint that is on the disk."""

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isfinite
@@ -19,16 +19,18 @@ from ...errors import Pmm3dError
 from ...io.lock import RunLock
 from ...product import DistMatrix
 from ...text import counted, shell_command
+from ..compute import override
 from ..contexts import unchanged
 from ..exchange import published_names
 from ..loss import cross_entropy, number_of_labels
 from ..recorded_steps import Replays
+from .callbacks import SAVE, STOP, Callback, Callbacks
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
-from .log import METRICS, RunLog, logger, on_first
+from .log import AVERAGED, METRICS, RunLog, logger, on_first
 from .recipe import Recipe
 from .reporter import Reporter, Stepped
 from .signals import END, REQUESTS, Signals
-from .state import TrainState
+from .state import TrainState, tell_resumed
 from .step import Agreed, Square, step_agreement, train_step
 
 if TYPE_CHECKING:
@@ -66,6 +68,10 @@ class Trainer:
         Automatic choice of the grid, for run.json. Default: none.
     best : pmm3d.io.Checkpoints or None
         For the state with the least loss of a validation. Default: none.
+    callbacks : sequence of Callback
+        Objects whose methods are called during the run, equal on all ranks. Default: none.
+    keep_gradients : bool
+        Whether the gradients of a step are readable until the next step; see `train_step`. Default: False.
 
     Attributes
     ----------
@@ -84,13 +90,14 @@ class Trainer:
     Raises
     ------
     Pmm3dError
-        For a state without a loader, and for an unknown loss.
+        For a state without a loader, for an unknown loss, and for an object that is no Callback.
 
     Notes
     -----
     SIGUSR1, on any rank, requests a checkpoint after the current step, or after the current batch of a validation.
     SIGTERM and SIGINT request a checkpoint and the end of the run. During the run the folder of the log, or of the
     checkpoints, belongs to this job: another job gets a FolderInUseError. A step has one all-reduce of a few numbers.
+    Validations use the averages of the weights, if the state has an `EMA`.
 
     Examples
     --------
@@ -119,6 +126,8 @@ class Trainer:
     signals: Signals = field(default_factory=Signals)
     auto: Any = None
     best: Checkpoints | None = None
+    callbacks: Sequence[Callback] = ()
+    keep_gradients: bool = False
 
     def __post_init__(self) -> None:
         if self.state.loader is None:
@@ -130,10 +139,13 @@ class Trainer:
         self.least: dict[str, Any] = {}
         self._held = 0.0
         self._loss = loss_named(self.recipe.loss)
+        self._smoothed = loss_named(self.recipe.loss, label_smoothing=self.recipe.label_smoothing)
         self._reporter = Reporter(self)
+        self._callbacks = Callbacks(self, self.callbacks)
         self._agreed = Agreed(0.0, 0.0, 0, False)
         self._failed: dict[Loader, Exception | None] = {}
         self._lock: RunLock | None = None
+        self._written, self._validating = list[Path](), False
 
     @property
     def step(self) -> int:
@@ -147,14 +159,30 @@ class Trainer:
 
     @property
     def done(self) -> bool:
-        """Whether all steps or all epochs of the recipe are done, or its patience is exhausted."""
+        """Whether all steps or all epochs are done, the patience is exhausted, or a callback stopped the run."""
         spent = self.spent or (self.recipe.epochs is not None and self.loader.epoch >= self.recipe.epochs)
-        return spent or self.impatient
+        return spent or self.impatient or self._callbacks.stops
 
     @property
     def impatient(self) -> bool:
         """Whether validations have had no smaller loss for as long as the recipe allows."""
         return self.recipe.patience is not None and self.least.get("since", 0) >= self.recipe.patience
+
+    def stop(self) -> None:
+        """Request the end of the run, as if its last step were made. For methods of a `Callback`, on any rank.
+
+        The run is complete: `run` returns True. A resumed run continues, unless a callback stops it again.
+        """
+        self._callbacks.ask(STOP)
+
+    def request_checkpoint(self) -> None:
+        """Request a checkpoint after the current step. For methods of a `Callback`, on any rank.
+
+        Raises Pmm3dError if the trainer has no checkpoints.
+        """
+        if self.checkpoints is None:
+            raise Pmm3dError("request_checkpoint: the trainer has no checkpoints to write: give Trainer(checkpoints=)")
+        self._callbacks.ask(SAVE)
 
     @contextmanager
     def owning(self) -> Iterator[None]:
@@ -188,6 +216,7 @@ class Trainer:
             return False
         if self.validation is not None:
             self.validation.standardize(self.loader.scaling)
+        tell_resumed(self.checkpoints, self.step, self._callbacks.load(facts), ())
         self.least = facts.get("least", {})
         if self.best is not None:
             self.best.retire(self.step)
@@ -204,7 +233,7 @@ class Trainer:
         Returns
         -------
         bool
-            False if a signal ended the run early.
+            False if a signal ended the run early. True if a callback did.
 
         Raises
         ------
@@ -214,16 +243,20 @@ class Trainer:
             On every rank, for float16, after too many skipped steps.
         DataError
             On every rank, if a batch could not be read.
+        DisagreementError
+            On every rank, if ranks have other callbacks.
         """
         self.counts.clear()
         with self.owning(), np.errstate(over="ignore", invalid="ignore"), self._reporter.of_run():
             try:
+                self._callbacks.begin()
                 self.request = self._train()
-            except Pmm3dError as error:
-                if error.everywhere:  # all ranks are here, so a collective is possible
+            except Exception as error:
+                if getattr(error, "everywhere", False):  # all ranks are here, so a collective is possible
                     self._try_to_finish()
                 raise
             self._finish()
+            self._callbacks.call("after_run")
         self._tell_replays()
         return self.request < END
 
@@ -236,8 +269,8 @@ class Trainer:
 
     def _train(self) -> int:
         """Train, and return the most urgent request: END or above if a signal ended the run."""
-        loader, recipe, part = self.loader, self.recipe, self.grid.ledger.part
-        request = self._agree(loader).request
+        loader, recipe, part, callbacks = self.loader, self.recipe, self.grid.ledger.part, self._callbacks
+        request, pause = self._agree(loader).request, True
         while request < END and not self.done:
             if request:
                 self.save(wait=True)
@@ -245,18 +278,28 @@ class Trainer:
                 loader.next_epoch()
                 request = 0 if self.done else self._agree(loader).request
                 continue
+            if self.callbacks:
+                callbacks.call("before_step")
+                if callbacks.stops:
+                    break
             with part("step"):
                 done = self._step()
             request = self._agreed.request
-            pause = self.spent or loader.batch == len(loader)
+            if self.callbacks:
+                callbacks.call("after_step", done.loss, done.norm)
+            pause = self.spent or callbacks.stops or loader.batch == len(loader)
             with part("log"):
                 self._reporter.stepped(done, pause)
             self._wrote(None if self.checkpoints is None else self.checkpoints.poll())
-            if self.validation is not None and self._due(recipe.evaluate_every, pause):
-                with part("validation"):
-                    request = max(request, self._validate(self.validation, request))
-            if self._due(recipe.checkpoint_every, pause):
+            if self._due(recipe.evaluate_every, pause):
+                request = self._validate(request)
+            if self._due(recipe.checkpoint_every, pause) or callbacks.saves:
                 self.save()
+        if request < END and not pause:  # nobody knew that the step was the last one
+            with part("log"):
+                self._reporter.stepped(done._replace(rows=0), True)
+            if not recipe.evaluate_every:
+                request = self._validate(request)
         self.save()
         return request
 
@@ -272,11 +315,13 @@ class Trainer:
             value, norm = train_step(
                 state.network,
                 state.optimizer,
-                self._loss,
+                self._smoothed,
                 batches,
                 self.recipe.clip,
                 agree=partial(self._agree, self.loader),
                 scale=state.scale,
+                ema=state.ema,
+                keep_gradients=self.keep_gradients,
                 check=lambda inputs, what, value: self._check(
                     inputs, f"step {self.step + 1}: {what}", value, lambda: self._has_weight([y for _, y in batches])
                 ),
@@ -315,13 +360,24 @@ class Trainer:
         with self.grid.ledger.part("batches"):
             return [loader.take() for _ in range(loader.left)]
 
-    def _validate(self, validation: Loader, request: int) -> int:
+    def _validate(self, request: int) -> int:
+        """Evaluate if there are batches for it, and return the most urgent request."""
+        if self.validation is None:
+            return request
+        with self.grid.ledger.part("validation"):
+            request = self._evaluate(self.validation, request)
+        self._wrote(None)
+        self._callbacks.call("after_validation", {**self.figures})
+        return request
+
+    def _evaluate(self, validation: Loader, request: int) -> int:
         """Evaluate, and return the most urgent request. A checkpoint requested meanwhile is written after the current
         batch, if the figures so far are finite."""
         network = self.state.network
         evaluation, inputs = self._evaluation(), list[DistMatrix]()
         validation.begin_epoch()
-        with network.evaluating(), unchanged(network.grid):
+        averaged = nullcontext() if self.state.ema is None else self.state.ema.average_parameters()
+        with averaged, network.evaluating(), unchanged(network.grid), override(self, _validating=True):
             while validation.batch < len(validation):
                 request = max(request, self._agree(validation).request)
                 if request and inputs and self.saved != self.step:
@@ -348,10 +404,13 @@ class Trainer:
         self.least = {"loss": loss, "step": self.step, "since": 0}
         if self.best is not None:
             with self.grid.ledger.part("checkpoint"):
-                self.state.save(self.best, settings=self.settings, **self._extra())
+                path = self.state.save(self.best, settings=self.settings, **self._extra())
+                self.best.finish()
+            self._written.append(path)
 
     def _extra(self) -> dict[str, Any]:
-        return {"least": self.least} if self.least else {}
+        """Further facts for a checkpoint. Collective."""
+        return ({"least": self.least} if self.least else {}) | self._callbacks.facts()
 
     def _evaluation(self) -> Evaluation:
         names = self.loader.data.target_names or ()
@@ -403,6 +462,7 @@ class Trainer:
         """
         if self.checkpoints is None:
             return
+        self._callbacks.saves = False
         if self.saved != self.step:
             self._finish()
             begun = time.perf_counter()
@@ -430,10 +490,14 @@ class Trainer:
                 logger.warning(f"the newest checkpoint was not written: {error}")
 
     def _wrote(self, path: Path | None) -> None:
-        """Report a checkpoint that is now on the disk; nothing for None."""
+        """Report a checkpoint that is now on the disk; nothing for None. Outside of validations, call
+        `after_checkpoint`."""
         if path is not None:
             with self.grid.ledger.part("log"):
                 self._reporter.saved(path, self._held)
+            self._written.append(path)
+        while self._written and not self._validating:
+            self._callbacks.call("after_checkpoint", self._written.pop(0))
 
     def steps_left(self) -> int:
         """Return the number of steps to the end of the run, if it does not end early."""
@@ -460,6 +524,8 @@ class Trainer:
 
     def _why_early(self) -> str:
         number = counted(self.recipe.patience or 0, "validation")
+        if self._callbacks.stops:
+            return ", and a callback stopped the run"
         return f", and no smaller loss in the last {number} (training.patience)" if self.impatient else ""
 
     def summary(self, again: str = "") -> str:
@@ -471,7 +537,8 @@ class Trainer:
         if self.request >= END:
             name = next(signal.name for signal, request in REQUESTS.items() if request == self.request)
             lines = [f"not finished: {name} stopped the run at step {self.step} of {self.step + self.steps_left()}"]
-        lines += [f"validation {name}: {value:.4f}" for name, value in self.figures.items()]
+        by = AVERAGED * (self.state.ema is not None)
+        lines += [f"validation {name}: {value:.4f}{by}" for name, value in self.figures.items()]
         if self.least:
             where = "" if self.best is None else f", in {self.best.folder}"
             lines.append(f"least validation loss: {self.least['loss']:.4f}, at step {self.least['step']}{where}")

@@ -12,6 +12,7 @@ from ...layout import Layout, batch_layout
 from .. import optim
 from ..containers import MLP
 from ..dry import Facts
+from ..learning_rate import SCHEDULES, ToFloor
 from ..module import Module
 from ..pipeline.network import Pipeline
 from ..precision import Precision
@@ -286,16 +287,29 @@ def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer
     """Return the optimizer of a configuration. Collective. Raises Pmm3dError, on every rank, for unknown options of a
     user's class, and values that it refuses."""
     section, kind = config.optimizer, own.optimizer
-    options: dict[str, Any] = section.model_dump(exclude={"kind", "build", "options", "clip"}, exclude_none=True)
+    excluded = {"kind", "build", "options", "clip", "groups"}
+    options: dict[str, Any] = section.model_dump(exclude=excluded, exclude_none=True) | section.options
+
+    patterns = [{"decay_vectors": True, **each} if "weight_decay" in each else each for each in section.groups]
+
+    def make(**defaults: Any) -> optim.Optimizer:
+        groups = optim.groups_by_name(network, patterns, kind.groups_of(network))
+        return kind(groups, **{**defaults, **options})
+
     if own.file is None:
-        return kind(kind.groups_of(network), **options)
+        return make()
     name = own.file.name
     with network.parent_grid.collective_call("optimizer.build", name, always=True), own.file.running("raised an error"):
         try:
-            made = kind(kind.groups_of(network), **{**configured(kind), **options, **section.options})
+            return make(**configured(kind))
         except Pmm3dError as error:
             raise Pmm3dError(f"optimizer.build = {name}: {error}") from error
-    return made
+
+
+def make_ema(config: Config, network: Module) -> optim.EMA | None:
+    """Return the averages of the weights of a configuration, or None."""
+    decay = config.training.ema
+    return None if decay is None else optim.EMA(network, decay)
 
 
 def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> optim.Schedule:
@@ -303,6 +317,5 @@ def make_schedule(config: Config, optimizer: optim.Optimizer, steps: int) -> opt
     name, options = config.schedule.kind, config.schedule.model_dump(exclude={"kind"}, exclude_none=True)
     if options["warm_up"] == AUTO:
         options["warm_up"] = min(LONGEST_WARM_UP, steps // 10)
-    if name == "cosine":
-        return optim.Cosine(optimizer, steps, **options)
-    return optim.Step(optimizer, **options) if name == "step" else optim.Schedule(optimizer, **options)
+    kind = SCHEDULES[name]
+    return kind(optimizer, steps, **options) if issubclass(kind, ToFloor) else kind(optimizer, **options)

@@ -1,4 +1,4 @@
-"""Predictions of a run's network: from a file of samples to a file of outputs, and from a prompt to a text."""
+"""Predictions of a run's network: from a file of samples to a file of outputs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
-from scipy.special import softmax
+from scipy.special import expit, softmax
 
 from ...arrays import take_device
 from ...comm import Grid, chosen_shape
@@ -25,7 +24,6 @@ from ...io.dataset import columns_of
 from ...io.disk import check_replaceable, file_errors, sync
 from ...io.scaling import ColumnScale
 from ...io.source import SourceFile
-from ...io.text import BYTES, Tokenizer
 from ...layout import GridShape, batch_layout
 from ...product import DistMatrix
 from ...product.new_hdf5 import NewHdf5
@@ -35,11 +33,10 @@ from ..facts import Facts, compare
 from ..from_checkpoint import fill_weights, find_checkpoint
 from ..module import Module
 from ..recorded_passes import Passes
-from ..transformer.generate import generate, longest_of
 from .config import Config
 from .evaluation import Evaluation, loss_named
 from .network import OwnFunctions, network_of
-from .samples import Recalled, Samples, labels_of, recalled, tokenizer_file
+from .samples import Recalled, Samples, labels_of, recalled
 from .sections import AUTO
 
 LARGEST_BATCH = 2**31
@@ -51,7 +48,7 @@ Tell = Callable[[int, int], None]
 class Asked:
     """Arguments of a prediction: folder of a run or checkpoint, HDF5 file of the samples, HDF5 file to write, data set
     (default: as in the run), rows of a batch (default: of a micro-batch), the table or .npz file that is converted to
-    source, and facts that may differ."""
+    source, facts that may differ, and whether averages of the weights are used if there are any."""
 
     run: Path
     source: Path
@@ -61,6 +58,7 @@ class Asked:
     overwrite: bool = False
     origin: Path | None = None
     accept: Collection[str] = ()
+    ema: bool = True
 
     @property
     def named(self) -> Path:
@@ -70,8 +68,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Result of an evaluation: the checkpoint, the grid, the number of rows, the figures by name, and for targets that
-    are values (name, r2, root of the mean squared error in the units of the target)."""
+    """Result of an evaluation: the checkpoint, the grid, the number of rows, the figures by name, for targets that are
+    values (name, r2, root of the mean squared error in the units of the target), and whether weights were averaged."""
 
     checkpoint: Path
     grid: str
@@ -80,14 +78,17 @@ class Evaluated:
     scaled: bool
     figures: dict[str, float]
     targets: list[tuple[str, float, float]]
+    averaged: bool
 
 
 class Predicted(NamedTuple):
-    """Result of a prediction: the checkpoint, the grid, and the shapes of the data sets by name."""
+    """Result of a prediction: the checkpoint, the grid, the shapes of the data sets by name, and whether weights were
+    averaged."""
 
     checkpoint: Path
     grid: str
     shapes: dict[str, tuple[int, ...]]
+    averaged: bool
 
 
 def check_files(asked: Asked) -> None:
@@ -103,22 +104,25 @@ def check_files(asked: Asked) -> None:
 def predict(comm: MPI.Intracomm, asked: Asked, tell: Tell = lambda done, total: None) -> Predicted:
     """Write the outputs of a run's network for all samples of a file. Collective over comm.
 
-    The target contains "outputs" (samples, columns), in the units of the targets; for classes also "probabilities", and
-    "classes" (samples,), the most probable ones. It appears when it is complete. Rank 0 calls tell(done, total). The
-    grid is that of the run if it fits the ranks, else "ddp". Raises Pmm3dError, on every rank and before anything is
-    computed, if checkpoint, samples and batch size do not fit together.
+    The target contains "outputs" (samples, columns), in the units of the targets; for classes and independent labels
+    also "probabilities"; for classes also "classes" (samples,), the most probable ones. It appears when it is complete.
+    Rank 0 calls tell(done, total). The grid is that of the run if it fits the ranks, else "ddp". Raises Pmm3dError, on
+    every rank and before anything is computed, if checkpoint, samples and batch size do not fit together.
     """
-    with _recalled(comm, asked.run) as (grid, known, checkpoint, keeper), _inputs(grid, asked, known) as inputs:
+    with recalled_run(comm, asked.run) as (grid, known, checkpoint, keeper), _inputs(grid, asked, known) as inputs:
         made = network_of(known.config, grid, known.samples)
-        fill_weights(made, checkpoint, Checkpoints(grid, keeper.folder), accept=asked.accept)
+        weights = Checkpoints(grid, keeper.folder)
+        averaged = fill_weights(made, checkpoint, weights, accept=asked.accept, ema=asked.ema)
         facts = {"checkpoint": str(checkpoint.path), "source": str(asked.named)}
         shape = inputs.samples, known.samples.outputs
         shapes: dict[str, tuple[int, ...]] = {"outputs": shape}
+        if known.samples.binary:
+            shapes["probabilities"] = shape
         if known.samples.loss == "cross_entropy":
             shapes |= {"probabilities": shape, "classes": shape[:1]}
         with _target(grid, asked.target, shapes, known, facts) as new:
             _run(grid, made, inputs, new, asked.target, tell, known.scaling and known.scaling.targets)
-        return Predicted(checkpoint.path, str(grid.shape), shapes)
+        return Predicted(checkpoint.path, str(grid.shape), shapes, averaged)
 
 
 def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) -> Evaluated:
@@ -127,7 +131,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
     asked: as in `predict`, without target; targets: data set of targets (default: as in the run). Raises Pmm3dError, on
     every rank, if checkpoint and samples do not fit together.
     """
-    with _recalled(comm, asked.run) as (grid, known, checkpoint, keeper):
+    with recalled_run(comm, asked.run) as (grid, known, checkpoint, keeper):
         section, network, samples = known.config.data, known.config.network, known.samples
         with grid.collective_call("evaluate", str(asked.named), always=True):
             if section.sequence is not None:
@@ -146,7 +150,7 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
         options: dict[str, Any] = {"dtype": network.dtype, "library": network.library, "classes": classes}
         functions = OwnFunctions.of(known.config, grid, samples.loss)
         with DataSet(grid, asked.source, *names, labels=labels_of(known.config), **options) as data:
-            labels = data.labelled
+            labels, data.of_probabilities = data.labelled, samples.binary
             with grid.collective_call("evaluate", str(asked.named), sorted(asked.accept), always=True):
                 wanted = samples.features, 1 if labels else samples.outputs
                 if (data.features, data.outputs) != wanted:
@@ -156,7 +160,8 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
                     )
                 compare(known.facts, data.facts, asked.accept, str(asked.named), rank=grid.rank, error=DataError)
             made = network_of(known.config, grid, samples)
-            fill_weights(made, checkpoint, Checkpoints(grid, keeper.folder), accept=asked.accept)
+            weights = Checkpoints(grid, keeper.folder)
+            averaged = fill_weights(made, checkpoint, weights, accept=asked.accept, ema=asked.ema)
             part = -(-section.batch_size // known.config.grid.micro_batches)
             loader = data.loader(asked.batch_size or part, shuffle=False)
             loader.standardize(known.scaling)
@@ -164,13 +169,15 @@ def evaluate_run(comm: MPI.Intracomm, asked: Asked, targets: str | None = None) 
             with made.evaluating(), unchanged(made.grid):
                 evaluation.add(loader.whole_epoch())
             figures, columns = evaluation.figures(), list[tuple[str, float, float]]()
-            if not labels:
+            if not labels and not samples.binary:
                 scores, squares = evaluation.score.of_columns()
                 scale = 1.0 if known.scaling is None or known.scaling.targets is None else known.scaling.targets.scale
                 of_columns = zip(output_names(samples), scores.tolist(), (np.sqrt(squares) * scale).tolist())
                 columns = [(str(name), score, root) for name, score, root in of_columns]
-            scaled = known.scaling is not None and not labels
-            return Evaluated(checkpoint.path, str(grid.shape), data.samples, samples.loss, scaled, figures, columns)
+            scaled = known.scaling is not None and known.scaling.targets is not None
+            return Evaluated(
+                checkpoint.path, str(grid.shape), data.samples, samples.loss, scaled, figures, columns, averaged
+            )
 
 
 def output_names(samples: Samples) -> list[str]:
@@ -226,95 +233,8 @@ def _convert(file: Path, target: Path, inputs: str | None, targets: str | None, 
         raise DataError(f"{error}. {remedy}") from None
 
 
-class Continued(NamedTuple):
-    """Result of `continue_text`: the text after the prompt, the checkpoint, the grid, and the number of positions that
-    the tokens exceed (0: they do not)."""
-
-    text: str
-    checkpoint: Path
-    grid: str
-    exceeded: int
-
-
-def continue_text(
-    comm: MPI.Intracomm,
-    run: Path,
-    prompt: str,
-    length: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    tokenizer: Path | None = None,
-    accept: Collection[str] = (),
-) -> Continued:
-    """Generate a text after a prompt by the network of a run; see `nn.generate`. Collective over comm.
-
-    run: folder of a run or of a checkpoint; length: number of tokens; tokenizer: HDF5 file of `pmm3d convert text`,
-    default the run's data file, or bytes if it is missing and the vocabulary is that of bytes; accept: facts that may
-    differ. The grid is that of `predict`. Raises Pmm3dError, on every rank, for a run without tokens, another
-    tokenizer, and an empty prompt.
-    """
-    with _recalled(comm, run) as (grid, known, checkpoint, keeper):
-        file, asked = tokenizer or tokenizer_file(known.config.data), None
-        with grid.collective_call("predict", str(run), prompt, always=True):
-            if known.config.data.sequence is None:
-                raise DataError(
-                    f"the network of {run} takes samples, not tokens: use "
-                    + shell_command("pmm3d", "predict", run, "FILE")
-                    + " --out OUT"
-                )
-            take_device(known.config.network.library, grid.local_rank)
-        with grid.collective_call("predict: tokenizer", str(file), always=True):
-            if grid.rank == 0:
-                coder = _tokenizer(file, known, tokenizer is not None)
-                compare(known.facts, {"tokenizer": coder.digest}, accept, str(file), rank=0, error=DataError)
-                asked = coder.encode(prompt).tolist(), coder.vocabulary
-                if not asked[0]:
-                    raise DataError("the prompt has no tokens: begin with a word, or a line break")
-        network = network_of(known.config, grid, known.samples)
-        fill_weights(network, checkpoint, Checkpoints(grid, keeper.folder), accept=accept)
-        tokens, vocabulary = grid.comm.bcast(asked)
-        made = generate(
-            network, np.array(tokens), length, temperature=temperature, top_k=top_k, seed=seed, vocabulary=vocabulary
-        )
-        with grid.collective_call("predict: text", always=True):
-            text = text_after(coder, tokens, made.tolist()) if grid.rank == 0 else None
-        positions = longest_of(network) or 0
-        # no token depends on the last one
-        exceeded = positions if length and len(tokens) + length - 1 > positions else 0
-        return Continued(grid.comm.bcast(text), checkpoint.path, str(grid.shape), exceeded)
-
-
-def text_after(coder: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Return the text of tokens after that of their prompt. Both are decoded together, because the first token after a
-    prompt may begin with a blank, or complete a character."""
-    text = coder.decode(tokens)
-    return text[len(commonprefix([coder.decode(prompt), text])) :]
-
-
-def _tokenizer(file: Path | None, known: Recalled, named: bool) -> Tokenizer:
-    """Return the tokenizer. Raises DataError if it cannot be read, or has more tokens than the vocabulary."""
-    vocabulary = known.samples.outputs
-    remedy = (
-        "--tokenizer names the tokenizer.json of the run's tokenizer, or a file that pmm3d convert text wrote with it"
-    )
-    if file is None:
-        raise DataError(f"No tokenizer is in the data of the run ({known.config.data.source}). {remedy}")
-    if not named and not file.exists():
-        if vocabulary != BYTES:
-            raise DataError(f"{file}, the data file of the run with its tokenizer, is missing. {remedy}")
-        return Tokenizer()
-    tokenizer = Tokenizer.of(file)
-    if tokenizer.vocabulary > vocabulary:
-        raise DataError(
-            f"the tokenizer in {file} has {tokenizer.vocabulary} tokens, the network {vocabulary}. {remedy}"
-        )
-    return tokenizer
-
-
 @contextmanager
-def _recalled(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, Checkpoint, Checkpoints]]:
+def recalled_run(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalled, Checkpoint, Checkpoints]]:
     """Context of the grid for a run's network, its configuration, and its checkpoint. Collective."""
     with Grid(comm, "ddp") as reading:
         checkpoint, keeper = find_checkpoint(reading, run)
@@ -442,8 +362,8 @@ def _create(new: NewHdf5, shapes: dict[str, tuple[int, ...]], known: Recalled, f
     for name, shape in shapes.items():
         new.file.create_dataset(name, shape, "int64" if name == "classes" else known.config.network.dtype)
     new.file.attrs.update(facts)
-    if "classes" not in shapes and known.samples.target_names is not None:
-        new.file["outputs"].attrs["columns"] = known.samples.target_names
+    for name in [] if "classes" in shapes or known.samples.target_names is None else shapes:
+        new.file[name].attrs["columns"] = known.samples.target_names
     if "classes" in shapes and known.samples.class_names is not None:
         new.file["classes"].attrs["class_names"] = known.samples.class_names
 
@@ -452,8 +372,9 @@ def _write(new: NewHdf5, start: int, values: np.ndarray) -> None:
     """Write outputs from sample `start` on. Raises OSError."""
     file, rows = new.file, slice(start, start + len(values))
     file["outputs"][rows] = values
+    if "probabilities" in file:
+        file["probabilities"][rows] = softmax(values, axis=1) if "classes" in file else expit(values)
     if "classes" in file:
-        file["probabilities"][rows] = softmax(values, axis=1)
         file["classes"][rows] = values.argmax(axis=1)
     new.check()
 

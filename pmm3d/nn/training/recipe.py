@@ -7,6 +7,7 @@ from numbers import Integral
 
 from ...errors import Pmm3dError
 from ..gradient_norm import check_clip
+from ..loss import check_smoothing
 from .evaluation import Loss, Metrics
 
 
@@ -17,7 +18,8 @@ class Recipe:
     Parameters
     ----------
     loss : str or callable
-        "cross_entropy", "mse", "mae", or a function (output, y) -> Tensor, 1 x 1, a mean over the rows.
+        Name of a loss of `pmm3d.nn`, such as "cross_entropy" or "mse", or a function (output, y) -> Tensor, 1 x 1, a
+        mean over the rows.
     epochs, steps : int or None
         Passes over the loader's rows, and steps of the optimizer. The run ends when one of them is reached. One may be
         None (default).
@@ -32,6 +34,9 @@ class Recipe:
 
     patience : int or None
         Number of validations in a row without a smaller loss, after which the run ends early. Default: it does not.
+    label_smoothing : float
+        That of the loss cross_entropy in training, from 0 to 1. Validations have none, so that their losses can be
+        compared. Default: 0.
 
     Raises
     ------
@@ -54,6 +59,7 @@ class Recipe:
     checkpoint_every: int = 0
     log_every: int = 10
     patience: int | None = None
+    label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
@@ -63,3 +69,4 @@ class Recipe:
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
                 raise Pmm3dError(f"Recipe: {name} must be a whole number of at least {least}; got {value!r}")
         check_clip(self.clip)
+        check_smoothing("Recipe", self.label_smoothing)

@@ -280,7 +280,9 @@ def _network(network: Module) -> schema.Network:
 def _held(run: Any) -> dict[str, int]:
     """Return the bytes of the arrays on this rank, without the loader's."""
     weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
-    states = [*run.state.optimizer.matrices(run.state.network.named_parameters()).values()] if took else []
+    named, ema = run.state.network.named_parameters(), run.state.ema
+    states = [*run.state.optimizer.matrices(named).values()] if took else []
+    states += [] if ema is None else ema.matrices(named).values()
     gradients = sum(int(weight.grad_buffer.array.nbytes) for weight in weights if weight.grad_buffer.array is not None)
     return {
         "weights": _nbytes(weights),

@@ -45,15 +45,17 @@ class Reporter:
             yield
 
     def stepped(self, done: Stepped, pause: bool) -> None:
-        """Report a step. pause: whether an epoch or the run ends with it."""
+        """Report a step. pause: whether an epoch or the run ends with it. done: without rows if the step was reported
+        before, but may have no line."""
         run, step = self._run, self._run.step
         self._rows += done.rows
-        if self._log is None or not (pause or step == 1 or step % run.recipe.log_every == 0):
+        if self._log is None or not self._rows or not (pause or step == 1 or step % run.recipe.log_every == 0):
             return
         since, waited, rows, self._rows = self._since, self._waited, self._rows, 0
         self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
         elapsed, scale = max(1e-9, self._since - since), run.state.scale
-        figures = {"loss": done.loss, **run.loader.data.of_loss(done.loss), "gradient_norm": done.norm} | (
+        others = {} if run.recipe.label_smoothing else run.loader.data.of_loss(done.loss)
+        figures = {"loss": done.loss, **others, "gradient_norm": done.norm} | (
             {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped}
         )
         self._log.step(
@@ -70,7 +72,8 @@ class Reporter:
     def validated(self) -> None:
         """Report an evaluation."""
         if self._log is not None:
-            self._log.validation(self._run.step, self._run.loader.epoch, self._run.figures)
+            run = self._run
+            self._log.validation(run.step, run.loader.epoch, run.figures, run.state.ema is not None)
 
     def saved(self, path: Path, seconds: float) -> None:
         """Report a checkpoint that is on the disk. seconds: waiting time of the run. Collective."""

@@ -17,7 +17,7 @@ from ...io.mapped import is_mapped, is_raw
 from ...io.mixture import AnySource
 from ...io.pairs import NAMES as PAIRS
 from ...io.pairs import PairSource
-from ...io.scaling import Scaling, magnitudes
+from ...io.scaling import Scaling, ranges
 from ...io.split import RowSet, by_source
 from ...text import counted, names_in_words
 from ..facts import Facts, compare, facts_in
@@ -32,6 +32,7 @@ with needs("train", "the settings of a run"):
 
 SAMPLES = "samples"
 """Key of `Samples` in a run's settings."""
+BINARY = "binary_cross_entropy_with_logits"
 UNLIKE = 1000.0
 """Ratio of columns that "differ by orders of magnitude"."""
 Data = DataSet | TokenDataSet
@@ -60,6 +61,11 @@ class Samples(Section):
     target_names: list[str] | None = None
     table: dict[str, Any] | None = None
     class_weights: list[float] | None = None
+
+    @property
+    def binary(self) -> bool:
+        """Whether outputs are logits of independent labels."""
+        return self.loss == BINARY
 
 
 class Recalled(NamedTuple):
@@ -121,7 +127,8 @@ def scaling_of(config: Config, data: Data, rows: RowSet) -> Scaling | None:
         return None
     wanted = config.data.standardize
     if data.table is not None if wanted is None else wanted:
-        return data.scaling(rows)
+        scaling = data.scaling(rows)
+        return scaling._replace(targets=None) if config.training.loss == BINARY else scaling
     with data.grid.collective_call("training", always=True):
         if data.grid.rank == 0 and (problem := unlike(data)):
             logger.warning(f"{data.path}: {problem}. Such a network rarely learns: set data.standardize = true")
@@ -133,7 +140,7 @@ def unlike(data: DataSet) -> str:
     for dataset, names in ((data.inputs, data.columns), (data.targets, data.target_names)):
         if dataset is data.targets and data.labelled:
             continue
-        largest = magnitudes(data.file, dataset)
+        largest = np.abs(ranges(data.file, dataset)).max(0)
         present = np.flatnonzero(largest)
         if not len(present):
             continue
@@ -181,9 +188,11 @@ def _data_set(config: Config, grid: Grid, other: Data | None = None) -> Data:
         )
     names = PAIRS if isinstance(source, PairSource) else (section.inputs, str(section.targets))
     classes = section.classes if not isinstance(other, DataSet) else names_of(other) or None
-    return DataSet(
+    made = DataSet(
         grid, source, *names, dtype=network.dtype, library=network.library, classes=classes, labels=labels_of(config)
     )
+    made.of_probabilities = config.training.loss == BINARY
+    return made
 
 
 def _source(section: DataSection, grid: Grid) -> AnySource:
@@ -299,7 +308,7 @@ def parts_of(config: Config, data: Data) -> tuple[RowSet, RowSet]:
 
 def loss_of(config: Config, classes: bool) -> str:
     """Return the name of the loss; by default it depends on the targets. Raises Pmm3dError if it does not fit them (a
-    function of the user fits all), and for class weights of another loss than cross_entropy."""
+    function of the user fits all), and for keys of cross_entropy with another loss."""
     loss = config.training.loss
     if loss == "auto":
         loss = "cross_entropy" if classes else "mse"
@@ -309,22 +318,23 @@ def loss_of(config: Config, classes: bool) -> str:
             f"{'classes (integers)' if classes else 'vectors (floating point)'}: leave training.loss "
             "out, or name other targets (data.targets)"
         )
-    if config.training.class_weights is not None and loss != "cross_entropy":
-        raise Pmm3dError(
-            f"training.class_weights is for labels and the loss cross_entropy; the loss is {loss}: leave it out"
-        )
+    for key in ("class_weights", "label_smoothing"):
+        if getattr(config.training, key) not in (None, 0.0) and loss != "cross_entropy":
+            raise Pmm3dError(
+                f"training.{key} is for labels and the loss cross_entropy; the loss is {loss}: leave it out"
+            )
     return loss
 
 
 def labels_of(config: Config) -> bool | None:
     """Return whether integer targets are labels: False for a loss of values, otherwise None (`DataSet` decides)."""
-    return False if config.training.loss in ("mse", "mae") else None
+    return False if config.training.of_values else None
 
 
 def check_targets(config: Config, data: DataSet) -> None:
-    """Raises Pmm3dError for ambiguous targets, and for a loss that does not fit labels. Collective."""
+    """Raises Pmm3dError for ambiguous targets, and for a loss that does not fit them. Collective."""
     targets, loss, where = data.targets, config.training.loss, f"the targets {config.data.targets!r} of {data.path}"
-    with data.grid.collective_call("training"):
+    with data.grid.collective_call("training", always=True):
         if loss == "auto" and targets.dtype.kind in "iu" and not data.labelled:
             raise Pmm3dError(
                 f"{where} are integers in {data.outputs} columns, which may be labels or values. Set "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -112,7 +113,8 @@ class DataSection(Section):
     """name of the data set of samples (x if left out), or of tokens (tokens if left out); for HDF5 files"""
     targets: Name | None = Field(default_factory=lambda given: None if given.get("sequence") else "y")
     """name of the data set of targets (y if left out; none for tokens). Integers are classes, floating point numbers
-    are values; with training.loss mse or mae, integers are values too"""
+    are values; with a training.loss for values (mse, mae, huber, binary_cross_entropy_with_logits), integers are values
+    too"""
     documents: Name | None = None
     """for tokens: name of the data set of the first token of each document ("documents", if `pmm3d convert text` or
     Megatron wrote the file). A token then attends only to tokens of its document. Left out: to all tokens of its
@@ -142,8 +144,9 @@ class DataSection(Section):
     objects of `build` are read once"""
     standardize: bool | None = None
     """whether the columns of samples, and of targets that are values, are scaled to mean 0 and standard deviation 1 of
-    the rows to train on. The scales are part of the network: `predict` returns the units of the targets. Left out: true
-    if `pmm3d convert` made the file from a table (CSV, Parquet)"""
+    the rows to train on. The scales are part of the network: `predict` returns the units of the targets. Targets of
+    binary_cross_entropy_with_logits are not scaled. Left out: true if `pmm3d convert` made the file from a table (CSV,
+    Parquet)"""
     prefetch: Annotated[int, Field(ge=1, le=1000)] = 2
     """batches that a thread reads ahead"""
 
@@ -305,6 +308,12 @@ def configured(kind: type[Optimizer]) -> dict[str, Any]:
     return {name: _as_json(each.in_configuration) for name, each in options.items() if each.meaning}
 
 
+def _rate_of(kind: type[Optimizer]) -> float:
+    """Return the default of `lr`: that in Python, or 0.001 if it is needed there."""
+    rate = signature(kind).parameters["lr"]
+    return 1e-3 if rate.default is rate.empty else float(rate.default)
+
+
 def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
@@ -319,14 +328,14 @@ class CommonOptimizerSection(Section):
         json_schema_extra={"values": ", ".join(f'"{kind}"' for kind in KINDS)},
     )
     """the optimizer (adamw if left out together with build); muon: Muon for hidden matrices, and AdamW for embeddings,
-    positions, the last layer, biases and gains"""
+    positions, the last layer, biases and gains; adafactor, sm3: little state, a number for each row and column"""
     options: dict[str, Any] = Field(default={}, json_schema_extra={"values": "a table"})
     """options of the class of `build` by name; the class checks them"""
-    lr: Positive = 1e-3
-    """learning rate, which [schedule] scales"""
+    lr: Positive = Field(default_factory=lambda given: _rate_of(KINDS.get(given.get("kind") or "", Optimizer)))
+    """learning rate, which [schedule] scales (lion: 0.0001, adafactor: 0.01, sm3: 0.1, others: 0.001 if left out)"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """weight decay: weight_decay times the weight is added to the gradient (sgd, adam), or lr times as much is
-    subtracted from the weight (adamw, muon)"""
+    subtracted from the weight (all other kinds)"""
     decay_vectors: bool = False
     """whether weight decay includes biases and gains; most recipes decay matrices only"""
     clip: Annotated[float, Field(ge=0)] | None = None
@@ -335,6 +344,12 @@ class CommonOptimizerSection(Section):
     shard_over_data: Literal[False, True, "states", "gradients"] = False
     """sharding over data. states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
     a reduce-scatter in each of `grid.micro_batches`"""
+    groups: list[dict[str, Any]] = Field(
+        default=[], json_schema_extra={"values": 'tables, such as [{match = "*.bias", lr = 1e-4}]'}
+    )
+    """parameters with options of their own, by patterns of their names: match, and lr, weight_decay, decay_vectors or
+    options of the optimizer. * matches any text. The first group that matches counts. decay_vectors is true in a
+    group with weight_decay, if left out"""
 
     @field_validator("kind")
     @classmethod
@@ -368,7 +383,11 @@ def _option_fields() -> dict[str, Any]:
         text = "; ".join(
             f"{meaning} ({', '.join(kinds)}: {default} if left out)" for (meaning, default), kinds in meanings.items()
         )
-        words = next(iter(options.values())).needed
+        needed = dict[str, list[str]]()
+        for kind, option in options.items():
+            needed.setdefault(option.needed, []).append(kind)
+        several = [f"{each} ({', '.join(kinds)})" for each, kinds in needed.items()]
+        words = "; ".join(several if len(needed) > 1 else needed)
         fields[name] = (
             Annotated[Any, AfterValidator(partial(_checked_option, name, options))],
             default_of(description=text, values=words, **defaults),
@@ -398,13 +417,18 @@ else:
 class ScheduleSection(Section):
     """The learning rate in each step."""
 
-    kind: Literal["constant", "cosine", "step"] = "cosine"
-    """cosine: half a cosine, down to the last step; step: multiplied by `factor` every `every` steps"""
+    kind: Literal["constant", "cosine", "linear", "inverse_sqrt", "wsd", "step"] = "cosine"
+    """cosine, linear: half a cosine, or a straight line, down to the last step; inverse_sqrt: 1 / sqrt(step); wsd:
+    constant, and down by 1 - sqrt in the last steps; step: multiplied by `factor` every `every` steps"""
     warm_up: WarmUp = 0
     """number of first steps, in which the rate rises from 0 to lr; auto: a tenth of the steps of the run, at most 100
     (for tokens auto if left out, otherwise 0)"""
-    floor: Annotated[float, Field(ge=0, le=1)] | None = default_of(cosine=0.0)
-    """share of lr at the last step (cosine: 0.0 if left out)"""
+    floor: Annotated[float, Field(ge=0, le=1)] | None = default_of(cosine=0.0, linear=0.0, wsd=0.0)
+    """share of lr at the last step (cosine, linear, wsd: 0.0 if left out)"""
+    decay: Annotated[float, Field(gt=0, le=1)] | None = default_of(wsd=0.2)
+    """share of the steps in which the rate falls (wsd: 0.2 if left out)"""
+    timescale: Count | None = default_of(inverse_sqrt=None)
+    """number of steps t in sqrt(t / (t + steps after the warm-up)) (inverse_sqrt: warm_up, or 10000, if left out)"""
     every: Count | None = default_of(step=1000)
     """steps between changes of the rate (step: 1000 if left out)"""
     factor: Positive | None = default_of(step=0.1)
@@ -417,15 +441,22 @@ class TrainingSection(Section):
     folder: Place = Path("runs/train")
     """folder of this run, for metrics.jsonl, run.json and checkpoints"""
     loss: LossName = "auto"
-    """loss to minimize; auto: cross_entropy for classes, mse for values; or a function (output, y) of your own, which
-    returns the mean over the rows"""
+    """loss to minimize; auto: cross_entropy for classes, mse for values; binary_cross_entropy_with_logits: for
+    independent labels, which are columns of targets from 0 to 1; or a function (output, y) of your own, which returns
+    the mean over the rows"""
     class_weights: ClassWeights | None = None
     """weight of each class in the loss cross_entropy, in the order of the classes, also in validations; balanced: the
     number of rows to train on, divided by the number of classes with such rows and by the number of rows of the class;
     a class without rows has 1; left out: 1. Each batch must have a label with a weight above 0"""
+    label_smoothing: Share = 0.0
+    """share of the probability of a label that the loss cross_entropy gives to all classes in equal parts; losses of
+    validations have no smoothing"""
     metrics: list[Function] = []
     """functions (output, y) of your own for validations. Each returns a number, or a 1 x 1 tensor, for a batch; its
     figure is the mean over the rows"""
+    callbacks: list[Function] = []
+    """classes of `pmm3d.nn.training.Callback` of your own, or functions that return such an object. Their methods are
+    called before and after each step, and after validations and checkpoints. They can stop the run"""
     steps: Count | None = None
     """number of steps of the run, which ends after `steps` or `epochs`, whichever comes first"""
     epochs: Count | None = Field(default_factory=lambda given: None if given.get("steps") else EPOCHS)
@@ -437,6 +468,10 @@ class TrainingSection(Section):
     weights: Place | None = None
     """initial weights: a checkpoint, the folder of a run, a .safetensors file, or a folder of the transformers package.
     A resumed run does not use them"""
+    ema: Share | None = None
+    """decay of an exponential moving average of the weights, such as 0.999: after each step, an average is ema times
+    itself plus 1 - ema times the weight. Validations, and by default the commands that read a run, use the averages;
+    left out: no averages"""
     evaluate_every: Steps = 0
     """steps between validations; 0: at the end of each epoch"""
     checkpoint_every: Steps = 0
@@ -456,6 +491,11 @@ class TrainingSection(Section):
     seed: Seed = 0
     """seed of the initial weights, of dropout and of the order of the rows; in a network of `build`, of layers without
     a seed"""
+
+    @property
+    def of_values(self) -> bool:
+        """Whether the loss is for values, by its name."""
+        return self.loss not in ("auto", "cross_entropy") and ":" not in self.loss
 
     @field_validator("metrics")
     @classmethod

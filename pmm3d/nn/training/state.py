@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import ChainMap
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isclose
@@ -16,16 +16,19 @@ from ...errors import CheckpointError, Pmm3dError
 from ...model import machine
 from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
+from ..ema import EMA
 from ..facts import FACTS, Difference, Facts, batch_differences, differences, facts_in, facts_of, refuse
 from ..from_checkpoint import fill
 from ..loss_scale import LossScale
 from ..module import Module
 from ..optim import Optimizer, Schedule
+from ..optimizer_state import is_average
 from ..parameter import of_stages
 from ..pipeline.network import Pipeline
 
 if TYPE_CHECKING:
     from ...io import Checkpoints, Loader
+    from .states import TrainStates
 
 logger = logging.getLogger("pmm3d.nn")
 
@@ -46,16 +49,19 @@ class TrainState:
         Batches of the training. Default: none.
     scale : LossScale or None
         Scale of the loss. Default: a new one for a network of float16, none for others.
+    ema : EMA or None
+        Averages of the weights. `Trainer` updates and evaluates them. Default: none.
 
     Raises
     ------
     Pmm3dError
-        If the optimizer changes parameters that the network does not contain.
+        If the optimizer changes, or `ema` averages, parameters that the network does not contain.
 
     Notes
     -----
     A checkpoint can be loaded on any grid, and in another precision, because it holds master weights. It contains
-    weights, the optimizer's state, the number of steps, the position in the data, and the state of random numbers.
+    weights, the optimizer's state, averages, the number of steps, the position in the data, and the state of random
+    numbers.
     Options such as learning rate, schedule and weight decay are not loaded.
 
     Examples
@@ -79,14 +85,20 @@ class TrainState:
     schedule: Schedule | None = None
     loader: Loader | None = None
     scale: LossScale | None = None
+    ema: EMA | None = None
 
     def __post_init__(self) -> None:
         held = set(self.network.parameters())
         if others := [each.name or "a parameter" for each in self.optimizer.parameters if each not in held]:
             raise Pmm3dError(
                 "TrainState: the optimizer changes parameters that are not in the network, so checkpoints "
-                f"would not contain them: {names_in_words(others)}. Make all networks attributes of one "
-                "Module, and pass that Module"
+                f"would not contain them: {names_in_words(others)}. Give each network with its optimizer a "
+                "TrainState, in TrainStates; or make all networks attributes of one Module, and pass that Module"
+            )
+        if self.ema is not None and not held.issuperset(self.ema._parameters):
+            raise Pmm3dError(
+                "TrainState: the averages (EMA) are those of another network, so checkpoints would not contain them. "
+                "Give each TrainState an EMA of its own network: TrainState(network, optimizer, ema=EMA(network))"
             )
         uncut = self.network.dry if isinstance(self.network, Pipeline) else self.network  # all stages scale the loss
         if self.scale is None and any(each.precision.compute == "float16" for each in uncut.parameters()):
@@ -98,8 +110,10 @@ class TrainState:
         return self.optimizer.steps
 
     def matrices(self, stored: Collection[str] = ()) -> dict[str, DistMatrix]:
-        """Weights and the optimizer's state, by name. `stored` as in `Optimizer.matrices`."""
-        return {**self.network.matrices(), **self.optimizer.matrices(self.network.named_parameters(), stored)}
+        """Weights, the optimizer's state and averages, by name. `stored` as in `Optimizer.matrices`."""
+        named = self.network.named_parameters()
+        averages = {} if self.ema is None else self.ema.matrices(named, stored or None)
+        return {**self.network.matrices(), **self.optimizer.matrices(named, stored), **averages}
 
     def facts(self) -> Facts:
         """Further facts for a checkpoint, for JSON.
@@ -176,13 +190,15 @@ class TrainState:
                     f"was changed: set data.standardize = {str(scaled).lower()}, or start a new run in another folder"
                 )
 
-    def _load(self, facts: Facts, stored: Collection[str] | None = None) -> None:
-        """Load the facts of a checkpoint, after `check` and after the matrices were filled. stored: names of the
-        checkpoint's matrices; a parameter without a state in them begins as in its first step."""
+    def _load(self, facts: Facts, stored: Collection[str], matrices: Mapping[str, DistMatrix]) -> None:
+        """Load the facts of a checkpoint, after `check`. stored: names of its matrices; a parameter without a state
+        begins as in its first step. matrices: those that were filled."""
         self.network.loaded()
         with self.network.parent_grid.collective_call("resume"):
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)
+            if self.ema is not None:
+                self.ema.load_state(matrices, self.network.named_parameters())
             if self.schedule is not None:
                 self.schedule.load_state(facts.get("schedule") or {**self.schedule.state(), "count": self.step})
             if self.loader is not None and facts.get("loader"):
@@ -227,16 +243,13 @@ class TrainState:
         -----
         Rank 0 logs the differences that are accepted. Checkpoints of later steps are retired.
         """
-        self._check_grid(checkpoints)
         check = partial(self._check, accept=accept, settings=settings)
-        checkpoint = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
-        if checkpoint is None:
-            return None
-        folder, facts = checkpoint.path, fill(checkpoints, checkpoint, self.matrices(checkpoint.contents), check=check)
-        self._load(facts, checkpoint.contents)
-        retired = checkpoints.retire(self.step, spared=folder)
-        self._tell([*map(str, self._changes(facts, settings)), *self._rate(facts), *self._rounding(facts)], retired)
-        return {**facts, "path": str(folder), "retired": list(map(str, retired))}
+        return resumed(self, checkpoints, path, check, partial(self._differences, settings=settings))
+
+    def _differences(self, facts: Facts, stored: Collection[str], settings: Facts | None = None) -> list[str]:
+        """Return the differences from a checkpoint that are accepted, in words. stored: names of its matrices."""
+        changes = [*map(str, self._changes(facts, settings)), *self._rate(facts)]
+        return [*changes, *self._averages(stored), *self._rounding(facts)]
 
     def _compared(self) -> Facts:
         """Return the facts of the network and of its data."""
@@ -272,6 +285,14 @@ class TrainState:
             changes.append(f"the learning rate of step {self.step + 1} is {now:.6g} instead of {before:.6g}")
         return changes
 
+    def _averages(self, stored: Collection[str]) -> list[str]:
+        """Return a sentence if averages of the weights begin, or end."""
+        if any(map(is_average, stored)) == (self.ema is not None) or not self.step:
+            return []
+        if self.ema is None:
+            return ["the checkpoint has averages of the weights (EMA), and this run has none"]
+        return [f"the checkpoint has no averages of the weights (EMA); they begin after step {self.step + 1}"]
+
     def _blas(self) -> Facts:
         return dict(vars(machine.blas_of(self.network.parameters()[0].library)))
 
@@ -283,16 +304,40 @@ class TrainState:
         )
         return [f"the BLAS was {before}, is {after}, which rounds differently"] if before != after else []
 
-    def _tell(self, changes: list[str], retired: list[Path]) -> None:
-        if self.network.parent_grid.rank:
-            return
-        for change in changes:
-            logger.warning(f"resumed with a change: {change}. The new configuration applies")
-        if retired:
-            logger.warning(
-                f"the run continues from step {self.step}, so later checkpoints are retired: "
-                f"{', '.join(path.name for path in retired)}"
-            )
+
+def resumed(
+    state: TrainState | TrainStates,
+    checkpoints: Checkpoints,
+    path: str | os.PathLike[str] | None,
+    check: Callable[[Any], None],
+    differences: Callable[[Facts, Collection[str]], list[str]],
+) -> Facts | None:
+    """Continue from a checkpoint as `resume`. check(facts) may raise. differences(facts, names of the matrices): those
+    that are accepted."""
+    state._check_grid(checkpoints)
+    checkpoint = checkpoints.newest_undamaged() if path is None else checkpoints.undamaged(path)
+    if checkpoint is None:
+        return None
+    folder, stored = checkpoint.path, checkpoint.contents
+    matrices = state.matrices(stored)
+    facts = fill(checkpoints, checkpoint, matrices, check=check, partial=is_average)
+    state._load(facts, stored, matrices)
+    retired = checkpoints.retire(state.step, spared=folder)
+    tell_resumed(checkpoints, state.step, differences(facts, stored), retired)
+    return {**facts, "path": str(folder), "retired": list(map(str, retired))}
+
+
+def tell_resumed(checkpoints: Checkpoints, step: int, changes: Iterable[str], retired: Sequence[Path]) -> None:
+    """Log on rank 0 what differs from the checkpoint from which a run is resumed."""
+    if checkpoints.grid.rank:
+        return
+    for change in changes:
+        logger.warning(f"resumed with a change: {change}. The new configuration applies")
+    if retired:
+        logger.warning(
+            f"the run continues from step {step}, so later checkpoints are retired: "
+            f"{', '.join(path.name for path in retired)}"
+        )
 
 
 def _state(part: Schedule | Loader | LossScale | None) -> Facts | None:

@@ -14,10 +14,12 @@ from ...layout import PIPE
 from ...product import DistMatrix
 from ..compute import override
 from ..contexts import unchanged
+from ..ema import EMA
 from ..gradient_norm import check_clip, clipping
 from ..loss import WholeStep
 from ..loss_scale import LossScale
 from ..module import Module
+from ..operations import sum as sum_of
 from ..optim import NonFiniteGradientError, Optimizer
 from ..parallel import BackwardSync
 from ..pipeline.executor import Executor, LossOf
@@ -97,6 +99,8 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
 
     def part(micro: int, output: Any) -> Tensor:
         result = step.loss(loss, micro, output, several)
+        if not step.weight:
+            return sum_of(result[:0])  # 0 for a batch without rows, whose mean is NaN
         return result * step.weight if step.weight != 1 else result
 
     return part
@@ -121,6 +125,8 @@ def train_step(
     agree: Callable[[float, Square], Agreed] | None = None,
     check: Callable[[Sequence[DistMatrix], str, float], None] | None = None,
     scale: LossScale | None = None,
+    ema: EMA | None = None,
+    keep_gradients: bool = False,
 ) -> tuple[float, float]:
     """Change the weights by the gradient of the mean loss of all micro-batches. Collective, with one agreement.
 
@@ -131,9 +137,9 @@ def train_step(
     optimizer : Optimizer
         Optimizer of the network. Gradients from before are dropped.
     loss : callable
-        loss(output, y) -> Tensor, 1 x 1, a mean over the rows. It may contain `nn.mse`, `nn.mae` and
-        `nn.cross_entropy`, also with ignore_index, times numbers and added to other terms. It may also be one of
-        these losses with reduction="sum".
+        loss(output, y) -> Tensor, 1 x 1, a mean over the rows. It may contain the losses of `pmm3d.nn`, such as
+        `nn.mse` and `nn.cross_entropy`, also with ignore_index, times numbers and added to other terms. It may also be
+        one of these losses with reduction="sum".
     batches : sequence of (x, y)
         Micro-batches.
     clip : float or None
@@ -144,6 +150,11 @@ def train_step(
         check(inputs, what, value) may raise before the weights are changed. Default: none.
     scale : LossScale
         Scale of the loss. A step that is not finite is then skipped, and not checked. Default: none.
+    ema : EMA
+        Averages of the weights, which are updated if the step is not skipped. Default: none.
+    keep_gradients : bool
+        Whether `Parameter.grad` is readable until the next step: the gradient of the mean loss after clipping. A
+        skipped step has none. Default: False.
 
     Returns
     -------
@@ -182,11 +193,15 @@ def train_step(
             check(inputs, "the loss is", value)
             check(inputs, "the gradient's norm is", norm)
         with grid.ledger.part("optimizer"):
-            optimizer.step(factor=clipping(norm, clip))
+            optimizer.step(factor=clipping(norm, clip), keep_gradients=keep_gradients)
+            if ema is not None:
+                ema.update()
         return value, norm
     try:
         with grid.ledger.part("optimizer"):
-            scale._conclude([optimizer], norm if isfinite(value) else value, clip)
+            taken = scale._conclude([optimizer], norm if isfinite(value) else value, clip, keep_gradients)
+            if taken and ema is not None:
+                ema.update()
     except NonFiniteGradientError as error:
         where = first_non_finite(network, inputs)
         raise NonFiniteGradientError(f"{error}. In the forward pass: {where}") from None

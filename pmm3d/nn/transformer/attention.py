@@ -341,7 +341,7 @@ class _Local:
         if self.cache is None:
             self.shares = shares(q.layout, q.shape[0], grid.shape, grid.coords, visible.causal, visible.window)
         else:
-            self.shares = uncut_sequences(box, self.cache.positions(length))
+            self.shares = uncut_sequences(box, np.arange(length))
         self.fresh = all(len(each.members) == 1 for each in self.shares) and [run.of_k for run in self.runs] == [
             slice(0, (held.c1 - held.c0) // size)
         ]
@@ -451,7 +451,7 @@ class _Local:
         grid = self.q.grid
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
-            here, keys = Rows(self.cache.positions(len(own.position))), Rows(np.arange(key.shape[2]))
+            here, keys, pairs = self.cache.visible(slice(own.sequence, own.sequence + own.number), self.visible)
         with computing(grid, "attention", self.work(2, own, keys), "attention"):
             for run in self.runs:
                 attend(

@@ -79,7 +79,7 @@ def positions_of(x: Tensor) -> Array:
     """Position in its sequence of each row of this rank: int64, in the library of x."""
     box, cache = x.box, Cache.of(x.grid)
     if cache is not None:  # a recorded pass reads the length of the cache in each replay
-        made = partial(x.library.made, (box.shape[0],), "int64", partial(cache.positions, box.shape[0]))
+        made = partial(x.library.made, (box.shape[0],), "int64", partial(cache.positions, box))
         return local_results(x.grid, made)
     return x.library.made((box.shape[0],), "int64", lambda: row_positions(x.layout, x.shape[0], box))
 

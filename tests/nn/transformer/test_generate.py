@@ -8,7 +8,8 @@ from samples import to_numpy
 
 from pmm3d import Grid, LayoutError, Pmm3dError, nn
 from pmm3d.layout import Layout
-from pmm3d.nn.transformer.generate import choose, longest_of
+from pmm3d.nn.transformer.generate import longest_of
+from pmm3d.nn.transformer.sampling import Sampling
 
 pytestmark = [pytest.mark.parallel([2], thorough=[1, 4, 8]), pytest.mark.deadline(240)]
 
@@ -53,23 +54,21 @@ def without_cache(make, options):
     """Generate by a pass over the last tokens of each sequence, at most the positions, for each token, on one rank."""
     with alone() as grid:
         net, made = larger(make(grid)), PROMPT
-        for number in range(MORE):
+        rule = Sampling(options.get("temperature", 1.0), options.get("top_k"), None, options.get("seed", 0))
+        for rule.number in range(MORE):
             seen = made[:, -(longest_of(net) or made.shape[1]) :]
             with net.evaluating():
                 logits = to_numpy(net(spread(grid, seen.reshape(-1, 1), Layout(units=(seen.shape[1], 1)))).gather())
-            draws = np.random.default_rng([options.get("seed", 0), number]).random(len(made))
             last = logits.reshape(*seen.shape, -1)[:, -1]
-            made = np.concatenate([made, [[drawn(row, draw, options)] for row, draw in zip(last, draws)]], axis=1)
+            noise = rule._noise(np.arange(len(made))[:, None], np.arange(last.shape[1]))
+            made = np.concatenate([made, [[drawn(*each, rule)] for each in zip(last, noise)]], axis=1)
         return made
 
 
-def drawn(logits, draw, options):
-    """The token whose interval of the probabilities, with the largest first, contains the number `draw`."""
-    if options.get("temperature") == 0:
-        return logits.argmax()
-    order = sorted(range(len(logits)), key=lambda token: -logits[token])[: options.get("top_k")]
-    weights = np.exp(logits[order] / options.get("temperature", 1))
-    return order[np.searchsorted(weights.cumsum() / weights.sum(), draw, side="right")]
+def drawn(logits, noise, rule):
+    """The token with the largest sum of logit / temperature and noise, among the `top_k` most probable ones."""
+    order = sorted(range(len(logits)), key=lambda token: -logits[token])[: rule.top_k]
+    return order[np.argmax(logits[order] / rule.temperature + noise[order])] if rule.temperature else order[0]
 
 
 def test_tokens_are_those_without_a_cache(comm):
@@ -130,13 +129,6 @@ def test_one_sequence_and_prefixes(comm):
         assert np.array_equal(nn.generate(net, PROMPT, 0), PROMPT)
 
 
-def test_a_temperature_near_zero_takes_the_most_probable_token():
-    """Also if warnings are errors."""
-    logits, draws = np.array([[1.0, 5.0, 3.0], [2.0, 0.0, 2.0]]), np.array([0.9, 0.4])
-    with np.errstate(all="raise", under="ignore"):
-        assert choose(logits, draws, 1e-320, None).tolist() == [1, 0]
-
-
 REFUSED = [
     (LayoutError, "at least one token", (np.zeros((2, 0), int), 3), {}),
     (LayoutError, "at least one token", ([[0.5]], 3), {}),
@@ -145,7 +137,7 @@ REFUSED = [
         for wrong in ([[1, 2], []], [[1, 2], [0.5]], [[1, 2], 3], [[[1], [2]], [3]], [[1, [2]], [3]])
     ),
     *(
-        (Pmm3dError, "temperature must be a finite number, at least 0, got", (PROMPT, 3), {"temperature": wrong})
+        (Pmm3dError, "temperature must be a finite number, at least 0; got", (PROMPT, 3), {"temperature": wrong})
         for wrong in (-1, np.nan, np.inf)
     ),
     (Pmm3dError, "top_k", (PROMPT, 3), {"top_k": 0}),

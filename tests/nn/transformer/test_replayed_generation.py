@@ -1,16 +1,16 @@
 """Replayed passes of a generation have the logits of ordinary passes, to the bit."""
 
-from importlib import import_module
-
 import numpy as np
 import pytest
 from loops import given
 from networks import ordinary
-from samples import TESTED, bits_of
+from samples import TESTED, bits_of, to_numpy
 
 from pmm3d import Grid, nn
 from pmm3d.nn import recorded_passes
 from pmm3d.nn.recorded_passes import Passes
+from pmm3d.nn.transformer import sampling
+from pmm3d.nn.transformer.sampling import Sampling
 
 pytestmark = [pytest.mark.parallel([1, 2, 4], thorough=[8]), pytest.mark.deadline(300)]
 GRIDS = {
@@ -50,25 +50,25 @@ def soon(monkeypatch):
 
 @pytest.fixture
 def made(monkeypatch):
-    """made(net, prompt): the tokens, the bits of the logits of each pass on rank 0, and the number of replays."""
-    module = import_module("pmm3d.nn.transformer.generate")
-    choose, run, logits, users = module.choose, Passes.run, [], set()
+    """made(net, prompt): the tokens, the bits of the logits of each pass, and the number of replays. With `top_k`, all
+    tokens are candidates."""
+    tokens, run, logits, users = Sampling.tokens, Passes.run, [], set()
 
-    def chosen(found, *options):
-        logits.append(bits_of(np.ascontiguousarray(found)))
-        return choose(found, *options)
+    def chosen(rule, candidates):
+        logits.append(bits_of(to_numpy(candidates.shard)))
+        return tokens(rule, candidates)
 
     def ran(passes, *arguments):
         users.add(passes)
         return run(passes, *arguments)
 
-    monkeypatch.setattr(module, "choose", chosen)
+    monkeypatch.setattr(Sampling, "tokens", chosen)
     monkeypatch.setattr(Passes, "run", ran)
 
     def generated(net, prompt):
         logits.clear()
         users.clear()
-        tokens = nn.generate(net, prompt, MORE, temperature=1.3, seed=2)
+        tokens = nn.generate(net, prompt, MORE, temperature=1.3, top_k=11, seed=2)
         return np.concatenate([*map(np.ravel, tokens)]).tolist(), [*logits], sum(each.replayed for each in users)
 
     return generated
@@ -90,11 +90,15 @@ def test_replayed_passes_have_the_logits_of_ordinary_ones(comm, made):
 
 
 @pytest.mark.parallel([2])
-def test_a_generation_leaves_no_program(comm):
-    """Neither a cache, nor memory of its passes. Later passes have no cache."""
+def test_replayed_draws_are_ordinary_ones_and_leave_no_program(comm, monkeypatch):
+    """Also if a nucleus needs more candidates. Neither a cache, nor memory of the passes is left."""
+    monkeypatch.setattr(sampling, "NUCLEUS", 2)
     with Grid(comm, (2, 1, 1)) as grid:
         net = NETWORKS["Llama"](grid)
-        nn.generate(net, PROMPTS["three"], MORE)
+        for options in ({"top_p": 0.9}, {}):
+            with ordinary():
+                expected = nn.generate(net, PROMPTS["three"], MORE, **options)
+            assert np.array_equal(nn.generate(net, PROMPTS["three"], MORE, **options), expected)
         held, allocated = grid.ledger.memory.get("cache", 0), grid.workspace.allocated
         for _ in range(3):
             nn.generate(net, PROMPTS["three"], MORE)
