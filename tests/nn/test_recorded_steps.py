@@ -136,7 +136,7 @@ def test_every_optimizer_updates_by_replayed_gradients(grid, make, options):
     compared(grid, WITH_VECTORS, change, 10, optimizer=lambda net: make(net.parameters(), lr=1e-2, **options))
 
 
-@pytest.mark.parallel([2], thorough=[4])
+@pytest.mark.parallel([2])
 @on_grid("1x2x1")
 def test_what_changes_is_recorded_again(grid):
     """Frozen layers, another loss, micro-batches, a batch of another size, overlap, a layer, weights that are
