@@ -229,7 +229,7 @@ def network(lab: Lab) -> Outcome:
             subprocess.run(nodes.enter(CUT), check=True)
             ending = job.end()
         if there and ending.code != 0:
-            causes = (r"messages do not arrive\s+\(the\s+network\)",)
+            causes = (r"messages do not arrive\s+\(the\s+network\)|the\s+network\s+does\s+not\s+deliver\s+messages",)
             return lab.judge(
                 "network", f"cut after checkpoint {number}", run, ending, Expected(causes, codes=(70,), everyone=True)
             )
