@@ -35,8 +35,8 @@ class Recipe:
     patience : int or None
         Number of validations in a row without a smaller loss, after which the run ends early. Default: it does not.
     label_smoothing : float
-        That of the loss cross_entropy in training, from 0 to 1. Validations have none, so that their losses can be
-        compared. Default: 0.
+        Of the loss cross_entropy, from 0 to 1. Only steps are smoothed: losses of validations can then be compared.
+        Default: 0.
 
     Raises
     ------
