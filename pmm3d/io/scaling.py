@@ -141,10 +141,9 @@ def _merged(one: tuple[int, np.ndarray, np.ndarray], two: tuple[int, np.ndarray,
         return both, mean + gap * (more / both), norm
 
 
-def ranges(file: SampleSource, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the smallest and the largest value of each column in the first rows of a file."""
+def magnitudes(file: SampleSource, dataset: Any) -> np.ndarray:
+    """Return the largest absolute value of each column in the first rows of a file."""
     rows = max(1, min(4096, ELEMENTS_AT_ONCE // prod(dataset.shape[1:])))
     with file.unchanged():
         values = np.asarray(dataset[:rows], np.float64)
-    values = values.reshape(len(values), -1)
-    return values.min(0), values.max(0)
+    return np.abs(values.reshape(len(values), -1)).max(0)

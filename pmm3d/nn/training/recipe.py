@@ -35,8 +35,7 @@ class Recipe:
     patience : int or None
         Number of validations in a row without a smaller loss, after which the run ends early. Default: it does not.
     label_smoothing : float
-        Of the loss cross_entropy, from 0 to 1. Only steps are smoothed: losses of validations can then be compared.
-        Default: 0.
+        Argument of `nn.cross_entropy`, which steps use and validations do not. Default: 0.
 
     Raises
     ------

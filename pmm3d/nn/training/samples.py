@@ -17,7 +17,7 @@ from ...io.mapped import is_mapped, is_raw
 from ...io.mixture import AnySource
 from ...io.pairs import NAMES as PAIRS
 from ...io.pairs import PairSource
-from ...io.scaling import Scaling, ranges
+from ...io.scaling import Scaling, magnitudes
 from ...io.split import RowSet, by_source
 from ...text import counted, names_in_words
 from ..facts import Facts, compare, facts_in
@@ -140,7 +140,7 @@ def unlike(data: DataSet) -> str:
     for dataset, names in ((data.inputs, data.columns), (data.targets, data.target_names)):
         if dataset is data.targets and data.labelled:
             continue
-        largest = np.abs(ranges(data.file, dataset)).max(0)
+        largest = magnitudes(data.file, dataset)
         present = np.flatnonzero(largest)
         if not len(present):
             continue
