@@ -14,6 +14,22 @@ from samples import TESTED
 from pmm3d import Layout, nn
 from pmm3d.nn.transformer import token_layout
 
+EXPERT_GRIDS = {
+    1: [((1, 1, 1), 1, 1)],
+    2: [((1, 1, 1), 2, 2), ((1, 1, 2), 1, 2), ((2, 1, 1), 1, 1), ((1, 2, 1), 1, 1)],
+    4: [
+        ((1, 1, 1), 4, 4),
+        ((1, 1, 2), 2, 4),
+        ((1, 1, 4), 1, 2),
+        ((2, 1, 2), 1, 2),
+        ((1, 2, 2), 1, 2),
+        ((2, 1, 1), 2, 2),
+        ((1, 4, 1), 1, 1),
+        ((4, 1, 1), 1, 1),
+        ((2, 2, 1), 1, 1),
+    ],
+}
+"""Number of ranks -> grids (shape, data, expert) for mixtures of experts: the canonical ones, and with a data axis."""
 AXES = "x", "y", "z", "data", "seq", "pipe"
 IGNORED = -100
 
@@ -34,7 +50,7 @@ class Case(NamedTuple):
     kv_heads: int | None = None
     head_dim: int | None = None
     qkv_bias: bool | None = None
-    qk_norm: bool | None = None
+    qk_norm: bool | str | None = None
     scaling: dict | None = None
     vocabulary: int = 11
     positions: int = 9
@@ -43,6 +59,8 @@ class Case(NamedTuple):
     window: int | None = None
     sequence: int = 6
     batch: int = 3
+    mixture: dict | None = None
+    """Arguments for a mixture of experts in each block."""
 
     @property
     def size(self) -> int:
@@ -67,6 +85,7 @@ class Case(NamedTuple):
             "seed": 3,
             "positions": self.positions,
             "dtype": "float64",
+            **(self.mixture or {}),
             **options,
         }
         if self.kind == "Llama":
@@ -109,8 +128,8 @@ def batch_on(grid, case: Case, step=0, library=TESTED, part=slice(None)):
 def of_torch(case: Case, step=0, documents=None):
     """(loss, logits, name -> gradient)."""
     torch, weights = _weights(case, fill)
-    loss, logits = _loss(torch, case, weights, step, documents)
-    loss.backward()
+    loss, logits, penalty = _loss(torch, case, weights, step, documents)
+    (loss + penalty).backward()
     return loss.item(), logits.detach().numpy(), {name: each.grad.numpy() for name, each in weights.items()}
 
 
@@ -119,9 +138,9 @@ def steps_of_torch(case: Case, steps: int, **options):
     torch, weights = _weights(case, lambda net: net)
     optimizer, losses = torch.optim.AdamW(weights.values(), **options), []
     for step in range(steps):
-        loss, _ = _loss(torch, case, weights, step)
+        loss, _, penalty = _loss(torch, case, weights, step)
         optimizer.zero_grad()
-        loss.backward()
+        (loss + penalty).backward()
         optimizer.step()
         losses.append(loss.item())
     return losses, {name: each.detach().numpy() for name, each in weights.items()}
@@ -138,15 +157,16 @@ def _weights(case, filled):
 
 
 def _loss(torch, case, weights, step, documents=None):
-    """(loss, logits)."""
+    """(loss, logits, sum of the losses of routers)."""
     tokens, labels = (torch.from_numpy(each) for each in case.batch_of(step))
-    logits = _logits(torch, case, weights, tokens.reshape(case.batch, case.sequence), documents)
-    return torch.nn.functional.cross_entropy(logits, labels[:, 0], ignore_index=IGNORED), logits
+    logits, penalty = _logits(torch, case, weights, tokens.reshape(case.batch, case.sequence), documents)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 0], ignore_index=IGNORED), logits, penalty
 
 
 def _logits(torch, case, weights, tokens, documents):
+    """(logits, sum of the losses of routers)."""
     b, s = tokens.shape
-    llama = case.kind == "Llama"
+    llama, penalty = case.kind == "Llama", 0.0
     of = lambda name: weights[name]
 
     def linear(x, name):
@@ -161,6 +181,8 @@ def _logits(torch, case, weights, tokens, documents):
     def norms(block):
         """Norms of queries and keys, or functions that do nothing."""
         names = [f"{block}attention.{name}_norm" for name in "qk"]
+        if case.qk_norm == "all":
+            return [lambda x, name=name: _of_all_heads(x, lambda heads: norm(heads, name)) for name in names]
         return [(lambda x, name=name: norm(x, name)) if case.qk_norm else lambda x: x for name in names]
 
     x = of("0.table").T[tokens]
@@ -174,16 +196,58 @@ def _logits(torch, case, weights, tokens, documents):
             block + "attention.out",
         )
         h = norm(x, block + "norm2")
+        if f"{block}mlp.router.weight" in weights:
+            mixed, more = mixture_of_torch(torch, case.mixture, weights, block + "mlp.", h.reshape(b * s, -1), llama)
+            x, penalty = x + mixed.reshape(b, s, -1), penalty + more
+            continue
         if llama:
-            unit = max(size for size in range(1, 65) if case.mlp % size == 0)
-            up = linear(h, block + "mlp.up").reshape(b, s, -1, 2, unit)
-            h = (torch.nn.functional.silu(up[..., 0, :]) * up[..., 1, :]).reshape(b, s, -1)
+            h = gated(torch, linear(h, block + "mlp.up"))
         else:
             exact = "none" if case.kind == "Encoder" else "tanh"
             h = torch.nn.functional.gelu(linear(h, block + "mlp.up"), approximate=exact)
         x = x + linear(h, block + "mlp.down")
     head = of("0.table") if case.tied else of(f"{case.layers + 1}.linear.weight")
-    return (norm(x, f"{case.layers + 1}.norm") @ head).reshape(b * s, -1)
+    return (norm(x, f"{case.layers + 1}.norm") @ head).reshape(b * s, -1), penalty
+
+
+def gated(torch, up):
+    """silu(gate) * factor, whose columns alternate in units of at most 64."""
+    inner = up.shape[-1] // 2
+    unit = max(size for size in range(1, 65) if inner % size == 0)
+    up = up.reshape(*up.shape[:-1], -1, 2, unit)
+    return (torch.nn.functional.silu(up[..., 0, :]) * up[..., 1, :]).flatten(-2)
+
+
+def mixture_of_torch(torch, options, weights, path, x, is_gated):
+    """(result, loss of the router) of a mixture of experts for tokens x (T, h): all experts compute all tokens, and
+    the weights of those that a token did not choose are 0. options: of `nn.GPT`; path: beginning of the names."""
+    of = lambda name: weights[path + name]
+
+    def mlp(name):
+        up = x @ of(f"{name}.up.weight")
+        up = gated(torch, up) if is_gated else torch.nn.functional.gelu(up, approximate="tanh")
+        return up @ of(f"{name}.down.weight")
+
+    experts, top_k = options["experts"], options.get("top_k", 2)
+    logits = x @ of("router.weight")
+    p = torch.softmax(logits, -1)
+    places = torch.topk(p, top_k, -1).indices
+    chosen = torch.zeros_like(p).scatter(1, places, 1.0)
+    gates = p * chosen
+    if options.get("normalize", top_k > 1):
+        gates = gates / gates.sum(-1, keepdim=True)
+    carried = chosen
+    if options.get("capacity"):
+        most = max(1, int(options["capacity"] * top_k * len(x) / experts))
+        carried = chosen * (chosen.cumsum(0) <= most)
+    out = sum((gates * carried)[:, e : e + 1] * mlp(f"experts.{e}") for e in range(experts))
+    if options.get("shared"):
+        shared = mlp("shared")
+        out = out + (torch.sigmoid(x @ of("shared_gate.weight")) * shared if options.get("shared_gate") else shared)
+    balance = experts / (top_k * len(x)) * (chosen.sum(0) * p.mean(0)).sum()
+    penalty = options.get("balance", 0.01) * balance
+    penalty = penalty + options.get("z_loss", 0.0) * (torch.logsumexp(logits, -1) ** 2).mean()
+    return out, penalty
 
 
 def _visible(torch, case, s, documents):
@@ -212,6 +276,12 @@ def _attention(torch, case, fused, seen, norms):
     scores = q @ k.transpose(-1, -2) * case.size**-0.5
     scores = scores.masked_fill(~seen[:, :, None], -torch.inf)
     return (torch.softmax(scores, -1) @ v).permute(0, 3, 1, 2, 4).reshape(b, s, -1)
+
+
+def _of_all_heads(x, function):
+    """function of the columns of all heads, side by side. x: (batch, shared, group, s, size)."""
+    rows = x.permute(0, 3, 1, 2, 4)
+    return function(rows.flatten(2)).reshape(rows.shape).permute(0, 2, 3, 1, 4)
 
 
 def rotated(torch, x, base=10000.0, scaling=None):

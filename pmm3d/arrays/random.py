@@ -79,18 +79,19 @@ def _real(library: NumpyLibrary, index: Array, seed: int, stream: int, distribut
     return 2 * unit - 1 if distribution == "uniform" else library.special("ndtri")(unit)
 
 
-def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int) -> None:
+def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int, rows: Array | None = None) -> None:
     """Fill `out` with values(indices) for a box of a matrix.
 
     columns   columns of the whole matrix; the index of an element is row * columns + column
+    rows      number of each row, from `NumpyLibrary.words`; default: the rows of the box
 
     Blocks of rows are filled by several threads.
     """
     library = library_of(out)
 
     def draw(part: slice) -> None:
-        rows = library.words(box.r0 + part.start, box.r0 + part.stop)[:, None]
-        out[part] = values(rows * _word(rows, columns) + library.words(box.c0, box.c1))
+        own = library.words(box.r0 + part.start, box.r0 + part.stop) if rows is None else rows[part]
+        out[part] = values(own[:, None] * _word(own, columns) + library.words(box.c0, box.c1))
 
     parallel_rows(library, draw, out.shape, library.slice_elements or DEVICE_ELEMENTS)
 

@@ -86,7 +86,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def _shape(shape: GridShape) -> str:
-    return _listed(shape) + ",".join(shape.names[len(AXES) :])
+    return _listed(shape) + ",".join(shape.names[len(AXES) :]) + f"/{shape.expert}" * (shape.expert > 1)
 
 
 def _number(value: Any) -> str:

@@ -254,6 +254,7 @@ class DryGrid(Grid):
         hosts: int,
         seq: int | None,
         pipe: int | None,
+        expert: int,
     ):
         self.debug, self._check, self.attached, self.dry_run = False, False, {}, DryRun()
         self.rank, self.hosts, self.shape = rank, hosts, self._dry_shape(shape, data, axes, seq, pipe)
@@ -261,6 +262,7 @@ class DryGrid(Grid):
         natural(rank, f"Grid.dry: a grid {self.shape} has ranks from 0 to {self.size - 1}", 0, GridError, self.size - 1)
         natural(hosts, f"Grid.dry: {self.size} ranks are on 1 to {self.size} hosts", 1, GridError, self.size)
         self.coords = self.shape.coords(rank)
+        self._fold(expert)
         self.ledger, self.workspace = DryLedger(rank, run=self.dry_run), DryWorkspace(self.dry_run)
         self.engine, self._comm = DryEngine(self.ledger, self.workspace), DryComm(self.size, rank)
         self.everyone = DryAxis(self.engine, "all", self._comm, range(self.size))

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ..arrays import NumpyLibrary, dtype_named, library_here, library_kind
 from ..arrays.blas_choice import take_blas
 from ..errors import GridError, Pmm3dError
-from ..layout import AXES, PIPE, STAGE, GridShape
+from ..layout import AXES, EXPERT_DATA, EXPERT_Z, FOLDED, PIPE, STAGE, GridShape, base_of, is_folded
 from ..model import machine
 from ..model.choose_grid import Auto, checked_axes, chosen_shape
 from ..model.environment import Settings
@@ -52,6 +52,9 @@ class Grid(ProcessGroup):
         Number of ranks that share a sequence: the same as axes={"seq": number}.
     pipe : int or None
         Number of stages of a pipeline: the same as axes={"pipe": number}.
+    expert : int
+        Number of ranks that share the experts of a network (`nn.MoE`): neighbours along z, then along data. It divides
+        Gz, or is Gz times a divisor of Gdata. Default: 1. It adds no ranks: all other layers use z and data.
     axes : dict of str to int, or None
         Further axes and the number of ranks along each. "auto" and the families divide the other ranks.
     product : tuple of int, or None
@@ -168,6 +171,7 @@ class Grid(ProcessGroup):
         *,
         seq: int | None = None,
         pipe: int | None = None,
+        expert: int = 1,
         axes: Mapping[str, int] | None = None,
         product: Product | None = None,
         dtype: str = "float64",
@@ -193,6 +197,7 @@ class Grid(ProcessGroup):
                 data,
                 seq,
                 pipe,
+                expert,
                 product,
                 memory,
                 dtype,
@@ -218,6 +223,7 @@ class Grid(ProcessGroup):
                 chosen.tell_idle(self.shape)
             self.coords = self.shape.coords(self.rank)
             with self.collective_call("Grid", blas, always=True):
+                self._fold(expert)
                 with self._waiting("making the axes"):
                     by_name = self._made_axes(made)
                 self._axes |= by_name
@@ -292,6 +298,12 @@ class Grid(ProcessGroup):
             raise _no_communicators(error) from None
         return made_axes
 
+    def _fold(self, expert: int) -> None:
+        """Set the number of ranks along "expert". Raises GridError."""
+        if expert != 1:
+            self.shape = self.shape.folded(expert)
+            self.coords = self.shape.coords(self.rank)
+
     def _axis_over(self, comm: WatchedComm, name: str, axes: Sequence[str], made: ExitStack) -> Axis:
         made.callback(comm.Free)
         axis = Axis(self.engine, name, comm, self._ranks_along(axes))
@@ -317,6 +329,8 @@ class Grid(ProcessGroup):
             nodes = self._processes.nodes()
             self.node_maps[name] = node_map_of(groups_along(axes, self.shape, nodes), nodes, self._sums, self.machine)
             set_node_maps([axis], self.node_maps, nodes)
+        if {EXPERT_Z, EXPERT_DATA} & {*axes}:
+            axis.node_map = axis.node_map._replace(pairwise=True)
         return axis
 
     def _place_on_nodes(self, settings: Settings) -> None:
@@ -338,6 +352,7 @@ class Grid(ProcessGroup):
         hosts: int = 1,
         seq: int | None = None,
         pipe: int | None = None,
+        expert: int = 1,
     ) -> Grid:
         """A grid without data: this process stands for one rank of it, without MPI, and runs the same program.
 
@@ -351,7 +366,7 @@ class Grid(ProcessGroup):
             See `Grid`.
         hosts : int
             Number of nodes, with equal numbers of ranks.
-        seq, pipe
+        seq, pipe, expert
             See `Grid`.
 
         Returns
@@ -379,7 +394,7 @@ class Grid(ProcessGroup):
         (7568250000, 'gemm')
         """
         dry: Any = import_module(f"{__package__}.dry")  # imports this file, and is needed for dry runs only
-        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, seq, pipe)
+        made: Grid = dry.DryGrid(shape, data, rank, axes, hosts, seq, pipe, expert)
         return made
 
     @property
@@ -448,8 +463,9 @@ class Grid(ProcessGroup):
         Parameters
         ----------
         name : str or tuple of str
-            Name of an axis, or "everyone". With several names, such as ("data", "seq"), the ranks along all these axes
-            form one group, in the order of the grid's ranks. The first call for a group is collective among its ranks.
+            Name of an axis, also of a folded one ("expert", "expert_z", "expert_data"), or "everyone". With several
+            names, such as ("data", "seq"), the ranks along all these axes form one group, in the order of the grid's
+            ranks. The first call for a group, or for a folded axis, is collective among its ranks.
 
         Raises
         ------
@@ -465,20 +481,25 @@ class Grid(ProcessGroup):
         """
         if isinstance(name, tuple):
             return self._joint_axis(name)
+        if is_folded(name):
+            return self._joint_axis((base_of(name),))
         try:
             return self._axes[name]
         except (KeyError, TypeError):
             raise GridError(f"this grid has no axis {name!r}; it has {', '.join(self.shape.names)}") from None
 
     def _joint_axis(self, names: tuple[str, ...]) -> Axis:
-        ordered = [name for name in self.shape.names if name in names]
-        if not names or len(ordered) != len(names):
+        ordered = [name for name in (*self.shape.names, *FOLDED) if name in names]
+        mixed = {"z", "data"} & {*names} and {*FOLDED} & {*names}
+        if not names or len(ordered) != len(names) or mixed:
             raise GridError(
                 f"axes {names!r} are no group: name axes of this grid, each once; it has {', '.join(self.shape.names)}"
+                + (f". {', '.join(sorted(mixed))} and folded axes are two views of the same ranks" if mixed else "")
             )
         long = tuple(name for name in ordered if getattr(self.shape, name) > 1)
-        if len(long) < 2:
+        if len(long) < 2 and (long or ordered)[0] in self._axes:
             return self._axes[(long or ordered)[0]]
+        long = long or (ordered[0],)
         if long not in self._joint:  # a stage and its whole grid have the same joint axes
             self._joint[long] = self.parent._placed_group("+".join(long), long)
         return self._joint[long]

@@ -18,7 +18,7 @@ from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
 from ..model.rounds import Schedule, accumulator, in_slices
 from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
-from ..model.stages import stages
+from ..model.stages import in_pairs, stages
 from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
@@ -113,11 +113,23 @@ def sum_gathered(library: NumpyLibrary, arrays: Array, out: Array, node_map: Nod
             block, ranks = ranks, ranks // radix
             groups = arrays.shape[0] // radix
             parts = arrays.reshape(arrays.shape[0] // block, radix, ranks, elements)
+            add = _sum_pairwise if node_map.pairwise else sum_in_order
             if groups == 1:
-                sum_in_order(library, [parts[0, number, 0].reshape(*out.shape) for number in range(radix)], out, beta)
+                add(library, [parts[0, number, 0].reshape(*out.shape) for number in range(radix)], out, beta)
                 return
             arrays = library.empty((groups, elements), accumulator(dtype))
-            sum_in_order(library, [parts[:, number].reshape(groups, elements) for number in range(radix)], arrays)
+            add(library, [parts[:, number].reshape(groups, elements) for number in range(radix)], arrays)
+
+
+def _sum_pairwise(library: NumpyLibrary, parts: Sequence[Array], out: Array, beta: complex = 0) -> None:
+    """Compute out = beta out + the sum of the parts by `in_pairs`."""
+
+    def add(one: Array, other: Array) -> Array:
+        total = library.empty(tuple(one.shape), accumulator(library.dtype(one)))
+        sum_in_order(library, [one, other], total)
+        return total
+
+    sum_in_order(library, [in_pairs(parts, add)], out, beta)
 
 
 def all_to_all_into(

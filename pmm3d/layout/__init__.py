@@ -8,7 +8,25 @@ from .distribution import Tile, Tiled
 from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
 from .layout import EMPTY, SINGLE, Box, Layout, RaggedRows, batch_layout, order_of, without_order
 from .placement import Placement
-from .shape import ALL, AXES, FIRST, PIPE, SEQ, STAGE, ULYSSES, Coords, GridShape, is_axis_name, parse_shape
+from .shape import (
+    ALL,
+    AXES,
+    EXPERT,
+    EXPERT_DATA,
+    EXPERT_Z,
+    FIRST,
+    FOLDED,
+    PIPE,
+    SEQ,
+    STAGE,
+    ULYSSES,
+    Coords,
+    GridShape,
+    base_of,
+    is_axis_name,
+    is_folded,
+    parse_shape,
+)  # fmt: skip
 from .transitions import Step, transitions
 
 if TYPE_CHECKING:  # imported at first use: layouts of other codes, and orders of rows
@@ -18,11 +36,12 @@ if TYPE_CHECKING:  # imported at first use: layouts of other codes, and orders o
 _LATER = {"BlockCyclic": ".foreign", "Blocks": ".foreign", "ORDERS": ".order", "RowOrder": ".order"}
 
 __all__ = [
-    "ALL", "AXES", "EMPTY", "FIRST", "LABEL_DTYPE", "LOW_PRECISION", "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ",
-    "SINGLE", "STAGE", "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement",
-    "RaggedRows", "RowOrder", "Step", "Tile", "Tiled", "aligned", "batch_layout", "check_same_dtype", "is_axis_name",
-    "itemsize", "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
-    "part_sizes", "real", "transitions", "whole_number", "without_order",
+    "ALL", "AXES", "EMPTY", "EXPERT", "EXPERT_DATA", "EXPERT_Z", "FIRST", "FOLDED", "LABEL_DTYPE", "LOW_PRECISION",
+    "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "SINGLE", "STAGE", "ULYSSES", "BlockCyclic", "Blocks", "Box",
+    "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder", "Step", "Tile", "Tiled", "aligned",
+    "base_of", "batch_layout", "check_same_dtype", "is_axis_name", "is_folded", "itemsize", "natural", "naturals",
+    "offsets", "order_of", "overlapping", "parse_shape", "part_range", "part_sizes", "real", "transitions",
+    "whole_number", "without_order",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from ..errors import LayoutError
 from .cuts import natural
-from .shape import AXES, Coords, GridShape, can_be_named, is_axis_name
+from .shape import AXES, EXPERT, FOLDED, Coords, GridShape, base_of, can_be_named, is_axis_name, is_folded
 
 if TYPE_CHECKING:
     from .order import RowOrder
@@ -146,6 +146,10 @@ class Layout:
         the units of some axes; other axes cut anywhere. The unit of an axis must be a multiple of the units of the axes
         after it. A dict also contains the order in which rows are stored, if `nn.transformer.token_layout` made it.
 
+    The folded axes "expert", "expert_z" and "expert_data" are another view of the ranks along z and data (`Grid`), so
+    a layout names axes of one view. "expert:3" is the axis "expert" with its rank 3 as the first: with a unit of all
+    rows, only the ranks of index 3 store the matrix.
+
     Attributes
     ----------
     A, B, C : Layout
@@ -198,18 +202,26 @@ class Layout:
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
         fields["units"] = units if units is SINGLE else _checked_units(units, fields["rows"], fields["cols"])
         fields["named"] = fields["rows"] + fields["cols"] + fields["sums"]
+        if any(":" in str(axis) for axis in fields["sums"]):
+            raise LayoutError(f"{self} has partial sums over an axis with a first rank: name {EXPERT!r} for sums")
         try:
             if can_be_named(self.named):
                 return
         except TypeError:  # a name is unhashable
             pass
         for axis in self.named:
-            if not is_axis_name(axis):
+            if not is_axis_name(axis) and not is_folded(axis):
                 raise LayoutError(
                     f"{self} names the axis {axis!r}, which no grid can have. Every grid has the axes "
-                    f"{', '.join(AXES)}, and the axes that were passed as axes=, seq= and pipe="
+                    f"{', '.join((*AXES, *FOLDED))}, and the axes that were passed as axes=, seq= and pipe="
                 )
-        twice = sorted({axis for axis in self.named if self.named.count(axis) > 1})
+        if {"z", "data"} & {*self.named} and any(map(is_folded, self.named)):
+            raise LayoutError(
+                f"{self} names z or data together with {', '.join(filter(is_folded, self.named))}, which is another "
+                f"view of the ranks along z and data: name {', '.join(FOLDED)} instead"
+            )
+        named = [base_of(axis) if is_folded(axis) else axis for axis in self.named]
+        twice = sorted({axis for axis in named if named.count(axis) > 1})
         raise LayoutError(
             f"{self} names the axis {', '.join(twice)} twice; an axis can split one dim, once, or hold partial sums"
         )
@@ -269,7 +281,7 @@ class Layout:
     def check_axes(self, grid: GridShape) -> None:
         """Raise LayoutError if the grid lacks one of the axes."""
         for axis in self.named:
-            if axis not in grid.names:
+            if not grid.has(axis):
                 raise LayoutError(f"{self} names the axis {axis!r}; the axes of this grid are {', '.join(grid.names)}")
 
     def is_first(self, coords: Coords) -> bool:
@@ -280,6 +292,10 @@ class Layout:
         bool
             True if its index is 0 along each axis that replicates.
         """
+        if any(map(is_folded, self.named)):
+            named = {*map(base_of, self.named)}
+            others = [axis for axis in coords.names if axis not in ("z", "data")]
+            return not any(getattr(coords, axis) for axis in (*others, *FOLDED) if axis not in named)
         return {axis for axis, index in zip(coords.names, coords) if index}.issubset(self.named)
 
     def replicas(self, grid: GridShape) -> int:
@@ -315,7 +331,7 @@ def _reduced(layout: Layout, grid: GridShape) -> Layout:
     units: Any = SINGLE
     if layout.units != SINGLE:
         units = [unit if axes else order_entry(unit) or 1 for unit, axes in zip(layout.units, (rows, cols))]
-    return Layout(rows, cols, sorted(sums, key=grid.names.index), units)
+    return Layout(rows, cols, grid.in_order(sums), units)
 
 
 @lru_cache(maxsize=4096)

@@ -181,16 +181,18 @@ def _tiles(layout: Layout, grid: GridShape, place: int) -> tuple[Tile, ...]:
 @lru_cache(maxsize=128)
 def _owners(layout: Layout, grid: GridShape, tile: Tile) -> tuple[int, ...]:
     """Ranks of the grid that store a tile."""
-    along = _along(layout, grid, tile)
-    indices = [(along[axis],) if axis in along else range(size) for axis, size in zip(grid.names, grid)]
-    return tuple(map(grid.rank, product(*indices)))
+    along, factors = _along(layout, grid, tile), grid.factors(layout.named)
+    indices = [(along[axis],) if axis in along else range(size) for axis, size in factors.items()]
+    if factors.keys() == {*grid.names}:
+        return tuple(map(grid.rank, product(*indices)))
+    return tuple(sorted(grid.rank_at(dict(zip(factors, each))) for each in product(*indices)))
 
 
 @lru_cache(maxsize=1024)
 def _sender(layout: Layout, grid: GridShape, tile: Tile, reader: int) -> int:
     """Owner of a tile with the coordinates of `reader` along replicating axes."""
-    along = _along(layout, grid, tile)
-    return grid.rank([along.get(axis, index) for axis, index in zip(grid.names, grid.position(reader))])
+    along, factors, place = _along(layout, grid, tile), grid.factors(layout.named), grid.position(reader)
+    return grid.rank_at({axis: along.get(axis, getattr(place, axis)) for axis in factors})
 
 
 def _along(layout: Layout, grid: GridShape, tile: Tile) -> dict[str, int]:

@@ -9,7 +9,8 @@ Collective of a step, by the role of its axis before and after:
 
 A step can add or remove only the minor axis of a dim. If another axis must be removed or replaced, steps along axes
 would gather more than the target needs. Then one step is a "move" between all ranks, also if the layouts store rows in
-different orders.
+different orders, if one names z or data and the other a folded axis, or if an axis such as "expert:3", whose parts are
+not in the order of the ranks, is removed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .layout import Layout, Unit, order_entry, order_of, unit_of
-from .shape import GridShape
+from .shape import GridShape, is_folded
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,16 @@ def transitions(source: Layout, target: Layout, grid: GridShape, shape: tuple[in
 
 @lru_cache(maxsize=1024)
 def _steps(source: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
-    path = _cheapest(source, target, grid, {})
+    views = [{"folded" if is_folded(axis) else axis for axis in each.named} for each in (source, target)]
+    mixed = any("folded" in one and {"z", "data"} & other for one, other in (views, views[::-1]))
+    moves = any(":" in axis and not axis.endswith(":0") for axis in _changed(source, target))  # not in rank order
+    path = None if mixed or moves else _cheapest(source, target, grid, {})
     return _with_a_move(source, target, grid) if path is None else path[1]
+
+
+def _changed(source: Layout, target: Layout) -> set[str]:
+    """Axes that split another dim in the target, or none."""
+    return ({*source.rows} - {*target.rows}) | ({*source.cols} - {*target.cols})
 
 
 Way = tuple[int, tuple[Step, ...]]

@@ -26,11 +26,14 @@ class NodeMap(NamedTuple):
     sums           whether sums of all sizes run by nodes: first within each node, then across nodes. The order of a
                    sum must not depend on its size
     gathers_from   bytes of a gathered array from which gathers run by nodes
+    pairwise       whether sums of up to `stages.DIRECT` ranks add neighbours, then neighbouring sums, and so on. Then a
+                   sum over consecutive ranks can be computed on one rank with the same bits
     """
 
     per_node: int = 1
     sums: bool = False
     gathers_from: float = NEVER
+    pairwise: bool = False
 
 
 FLAT = NodeMap()

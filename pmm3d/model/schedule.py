@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ..layout import LOW_PRECISION, itemsize, offsets, part_sizes
 from .node_map import FLAT, NodeMap
 from .rounds import IN, NOTHING, OUT, Round, Schedule, Span, Sum, Volume, WorkBuffer, accumulator, count, is_wide
-from .stages import stages, stages_of
+from .stages import in_pairs, stages, stages_of
 
 WINDOW = 64
 """Largest number of messages of a level in a round, in each direction. A round by nodes may have two levels. The number
@@ -30,10 +30,10 @@ dominates for such arrays, and whole arrays take half of the rounds."""
 
 
 class _Table:
-    """The work buffers of a schedule under construction."""
+    """The work buffers of a schedule under construction. low, pairwise: as in `reduce_scatter`."""
 
-    def __init__(self, low: bool = False):
-        self.low, self.used, self.most = low, 0, 0
+    def __init__(self, low: bool = False, pairwise: bool = False):
+        self.low, self.pairwise, self.used, self.most = low, pairwise, 0, 0
         self.work: list[WorkBuffer] = []
 
     def buffer(self, rows: int, wide: bool) -> Span:
@@ -97,17 +97,20 @@ def all_gather(counts: tuple[int, ...], rank: int, per_node: int = 1) -> Schedul
 
 
 @lru_cache(maxsize=128)
-def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: bool = False) -> Schedule:
+def reduce_scatter(
+    counts: tuple[int, ...], rank: int, per_node: int = 1, low: bool = False, pairwise: bool = False
+) -> Schedule:
     """Return a reduce-scatter: OUT is the sum over the ranks of this rank's part of IN. OUT and IN share no memory.
 
     counts     rows of each rank's part
     per_node   number of ranks of each node if sums run by nodes (first within each node, then across), else 1
     low        whether the type has low precision. Partial sums are then in the accumulator's type, and rounded once
+    pairwise   order of the sums, as in a NodeMap
 
         >>> [part[:3] for part in reduce_scatter((2, 1), 1).rounds[0].sums[0].parts]
         [(2, 0, 1), (0, 2, 3)]
     """
-    table, addend, out = _Table(low), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
+    table, addend, out = _Table(low, pairwise), Span(IN, 0, sum(counts)), Span(OUT, 0, counts[rank])
     if per_node == 1:
         return table.done(_reduce(table, Members(range(len(counts)), rank), addend, out, counts))
     starts, (_, own), local, across = offsets(counts), divmod(rank, per_node), *_levels(len(counts), rank, per_node)
@@ -134,19 +137,25 @@ def reduce_scatter(counts: tuple[int, ...], rank: int, per_node: int = 1, low: b
 
 @lru_cache(maxsize=128)
 def all_reduce(
-    size: int, ranks: int, rank: int, per_node: int = 1, low: bool = False, undivided: bool = False
+    size: int,
+    ranks: int,
+    rank: int,
+    per_node: int = 1,
+    low: bool = False,
+    undivided: bool = False,
+    pairwise: bool = False,
 ) -> Schedule:
     """Return an all-reduce: on every rank, OUT is the sum over the ranks of IN. OUT may be IN.
 
     size       rows of the array
-    per_node, low   as in `reduce_scatter`
+    per_node, low, pairwise   as in `reduce_scatter`
     undivided  whether each rank receives and adds whole arrays (`sends_undivided`). Otherwise the all-reduce is a
                reduce-scatter and an all-gather
 
         >>> len(all_reduce(4, 8, 0).rounds), len(all_reduce(4, 8, 0, undivided=True).rounds)
         (2, 1)
     """
-    table, array, out = _Table(low), Span(IN, 0, size), Span(OUT, 0, size)
+    table, array, out = _Table(low, pairwise), Span(IN, 0, size), Span(OUT, 0, size)
     everyone = Members(range(ranks), rank)
     if per_node == 1:
         if undivided:
@@ -263,15 +272,15 @@ def gather_schedule(counts: Sequence[int], rank: int, row_bytes: int, node_map: 
 
 def reduce_schedule(counts: Sequence[int], rank: int, dtype: str, node_map: NodeMap) -> Schedule:
     """Return the schedule of a reduce-scatter to parts with these numbers of rows."""
-    return reduce_scatter(tuple(counts), rank, node_map.per_node if node_map.sums else 1, dtype in LOW_PRECISION)
+    per_node = node_map.per_node if node_map.sums else 1
+    return reduce_scatter(tuple(counts), rank, per_node, dtype in LOW_PRECISION, node_map.pairwise)
 
 
 def sum_schedule(size: int, dtype: str, ranks: int, rank: int, node_map: NodeMap = FLAT) -> Schedule:
     """Return the schedule of an all-reduce of `size` elements."""
     per_node = node_map.per_node if node_map.sums else 1
-    return all_reduce(
-        size, ranks, rank, per_node, dtype in LOW_PRECISION, sends_undivided(size, dtype, ranks, per_node)
-    )
+    undivided = sends_undivided(size, dtype, ranks, per_node)
+    return all_reduce(size, ranks, rank, per_node, dtype in LOW_PRECISION, undivided, node_map.pairwise)
 
 
 def nodes_at_once(per_node: int) -> int:
@@ -342,12 +351,31 @@ def _reduce(
         exchanged, parts = _exchange(table, [members.ranks[peer] for peer in stage.peers], stage.digit, regions)
         target = out if stage is steps[-1] else _target(table, parts, stage.digit)
         sums: tuple[Sum, ...] = (Sum(tuple(parts), target),)
-        if counts is None and current.buffer == IN and target.buffer == OUT and stage.digit > 1:
+        if table.pairwise and len(parts) > 1:
+            of_pairs, target = _pairwise(table, parts)
+            sums = tuple(of_pairs)
+            if stage is steps[-1]:
+                sums = (*sums, Sum((target,), out))
+        elif counts is None and current.buffer == IN and target.buffer == OUT and stage.digit > 1:
             # OUT may be IN, but the target of a sum may only be one of its first two parts
             sums = Sum(tuple(parts), parts[0]), Sum((parts[0],), out)
         rounds += [*exchanged[:-1], exchanged[-1]._replace(sums=sums)]
         current = target
     return rounds
+
+
+def _pairwise(table: _Table, parts: Sequence[Span]) -> tuple[list[Sum], Span]:
+    """Return the sums of neighbours, then of neighbouring sums, and so on; and the span of the last one."""
+    sums = list[Sum]()
+
+    def add(one: Span, other: Span) -> Span:
+        target = other if one.buffer == IN else one
+        if table.low and not is_wide(table.work, target):
+            target = table.buffer(one.rows, wide=True)
+        sums.append(Sum((one, other), target))
+        return target
+
+    return sums, in_pairs(parts, add)
 
 
 def _exchange(

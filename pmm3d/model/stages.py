@@ -10,12 +10,13 @@ elements, their partition, or the ranks that keep the parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+Value = TypeVar("Value")
 DIRECT = 16
 """Largest group with one stage, because a message costs less than another round."""
 LARGEST_STAGE = 8
@@ -87,3 +88,21 @@ def _prime_factors(number: int) -> list[int]:
             number //= factor
         factor += 1
     return sorted([*factors, number] if number > 1 else factors, reverse=True)
+
+
+def in_pairs(values: Iterable[Value], add: Callable[[Value, Value], Value]) -> Value:
+    """Sum of values, with a balanced tree of neighbours: ((a + b) + (c + d)) + (e + f). At least one value is needed.
+
+    >>> in_pairs("abcdef", lambda one, other: f"({one}{other})")
+    '(((ab)(cd))(ef))'
+    """
+    waiting = list[tuple[int, Value]]()
+    for value in values:
+        number = 1
+        while waiting and waiting[-1][0] == number:
+            value, number = add(waiting.pop()[1], value), 2 * number
+        waiting.append((number, value))
+    total = waiting.pop()[1]
+    while waiting:
+        total = add(waiting.pop()[1], total)
+    return total

@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .dense import linear, matmul
     from .elementary import abs, clip, exp, log, pow, sqrt
     from .elementwise import map_elementwise
+    from .experts.layer import MoE
+    from .experts.routing import Router
+    from .feed_forward import FeedForward
     from .functional import dropout, gelu, gelu_tanh, layer_norm, relu, rms_norm, sigmoid, silu, tanh
     from .grouped import grouped_linear
     from .layers import Dropout, LayerNorm, Linear, RMSNorm
@@ -30,7 +33,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .seeds import manual_seed
     from .tape import Tape
     from .tensor import Tensor, relayout, results_of
-    from .transformer.blocks import Attention, FeedForward, TransformerBlock
+    from .transformer.blocks import Attention, TransformerBlock
     from .transformer.embedding import Embedding
     from .transformer.generate import generate
     from .transformer.networks import GPT, Encoder, Llama
@@ -62,15 +65,17 @@ _MODULES = {
     "recorded_steps": ("replay",),
     "scores": ("accuracy", "r2"),
     "overlap": ("Overlap",),
-    "transformer.blocks": ("Attention", "FeedForward", "TransformerBlock"),
+    "transformer.blocks": ("Attention", "TransformerBlock"),
+    "experts.layer": ("MoE",), "experts.routing": ("Router",), "experts": (),
+    "feed_forward": ("FeedForward",),
     "transformer.embedding": ("Embedding",),
     "transformer.generate": ("generate",), "transformer.networks": ("GPT", "Encoder", "Llama"),
     "transformer": (), "optim": (), "pipeline": (), "training": (), "exchange": (), "dry": (),
 }  # fmt: skip
 __all__ = [
     "Attention", "Dropout", "Embedding", "Encoder", "FeedForward", "GPT", "Gradient", "LayerNorm", "LazyMatrix",
-    "Linear", "Llama", "MLP", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
-    "Residual", "Sequential", "Tape", "Tensor", "TransformerBlock", "abs", "accuracy", "add", "argmax",
+    "Linear", "Llama", "MLP", "MoE", "Module", "Overlap", "Parameter", "Pipeline", "Precision", "RMSNorm", "Recompute",
+    "Residual", "Router", "Sequential", "Tape", "Tensor", "TransformerBlock", "abs", "accuracy", "add", "argmax",
     "binary_cross_entropy_with_logits", "cast", "clip", "columns", "concat", "cross_entropy", "defer_weights", "divide",
     "dropout", "exp", "gelu", "gelu_tanh", "generate", "grouped_linear", "huber", "kl_div", "layer_norm", "linear",
     "log", "log_softmax", "mae", "manual_seed", "map_elementwise", "matmul", "matrix_transpose", "max", "maximum",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..arrays import Array
 from ..comm import Axis, Grid, Pending
+from ..layout import EXPERT_Z, is_folded
 from .gradient_buffer import GradientBuffer
 from .overlap import Overlap
 
 IN_FLIGHT = 2
 """Largest number of concurrent sums of gradients along one axis. More sums would take memory without a gain in speed,
 because two saturate the link."""
-PRODUCT_AXES = ("x", "y", "z")
+PRODUCT_AXES = ("x", "y", "z", EXPERT_Z)
 """Gradients are summed over these axes first, then over the others (data, seq, ...), which do not split weights."""
 
 
@@ -35,7 +37,8 @@ class GradientSums:
         if self._bucket and _kind(self._bucket[0]) != _kind(buffer):
             self.flush()
         self._bucket.append(buffer)
-        self._bytes += buffer.largest
+        ranks = self._grid.shape.expert if any(map(is_folded, buffer.spec.layout.rows)) else 1
+        self._bytes += buffer.largest // ranks
         if self._bytes >= self.overlap.bucket_bytes:
             self.flush()
 
@@ -57,8 +60,11 @@ class GradientSums:
         """
         sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
         scatter = splits if splits in sums else ""
-        if together := tuple(axis for axis in sums if axis != scatter):
-            self._start(self._grid.axis(together), bucket, "reduce data", sent)
+        together = [axis for axis in sums if axis != scatter]
+        folded = [axis for axis in together if is_folded(axis)]  # first: bits do not depend on the ranks along "expert"
+        for axes in (folded, [axis for axis in together if axis not in folded]):
+            if axes:
+                self._start(self._grid.axis(tuple(axes)), bucket, "reduce data", sent)
         if scatter:
             self._start(self._grid.axis(scatter), bucket, "reduce data", sent, scatter=True)
         for buffer in bucket:
@@ -80,20 +86,29 @@ class GradientSums:
     ) -> None:
         """Start the sum of gradients along an axis. It begins after the pending collectives that write to them."""
         written = opened = [buffer.open for buffer in bucket]
-        outs, beta, counts = None, 0, [buffer.counts(axis.name) for buffer in bucket] if scatter else None
+        outs, beta = list[Array](), 0
         if scatter and bucket[0].scattered:
             written = list(bucket)
-            outs, (beta, *_) = zip(*[buffer.scattered_array() for buffer in bucket])
+            given = [buffer.scattered_array() for buffer in bucket]
+            outs, beta = [out for out, _ in given], given[0][1]
+        own = [number for number, buffer in enumerate(opened) if buffer.local.shape[0] * buffer.local.shape[1]]
+        if not own:  # the other ranks of the axis store nothing either
+            return
         before = [buffer.pending for buffer in dict.fromkeys((*opened, *written)) if buffer.pending is not None]
         flight = self._flights.get(axis.name, [])
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
         with self._grid.ledger.phase(phase):
             pending = axis._sum_coalesced(
-                [buffer.array for buffer in opened], counts, sent, outs, beta, after=list(dict.fromkeys(before))
+                [opened[number].array for number in own],
+                [bucket[number].counts(axis.name) for number in own] if scatter else None,
+                sent,
+                [outs[number] for number in own] if outs else None,
+                beta,
+                after=list(dict.fromkeys(before)),
             )
-        for buffer in written:
-            buffer.pending = pending
+        for number in own:
+            written[number].pending = pending
         self._flights[axis.name] = [*flight, pending]
         if not self.overlap.buckets:
             pending.wait()

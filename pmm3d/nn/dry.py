@@ -39,6 +39,7 @@ def dry_grid(grid: Grid, rank: int | None = None) -> Grid:
         grid.everyone.ranks[grid.rank if rank is None else rank],
         {name: getattr(shape, name) for name in shape.names if name not in AXES},
         parent.hosts,
+        expert=shape.expert,
     )
     made.default_library = library_kind(grid.default_library)
     made.node_maps = dict(parent.node_maps)

@@ -293,7 +293,9 @@ def _names(network: Module, names: str) -> Names:
 
 
 def _has(network: Module) -> str:
-    return f"This {type(whole_of(network)).__name__} has the names {', '.join([TORCH, *published_names(network)])}"
+    whole = whole_of(network)
+    reason = f": {whole.misfit}" if getattr(whole, "misfit", "") else ""
+    return f"This {type(whole).__name__} has the names {', '.join([TORCH, *published_names(network)])}{reason}"
 
 
 def _own_tensors(network: Module, names: str) -> dict[str, Stored]:
@@ -420,8 +422,8 @@ def load_weights(
     Notes
     -----
     Facts are settings that no shape shows. Those of a network are heads, window, rotary base and its scaling, causal
-    mask, eps and activations. Checkpoints of a `TrainState`, exported files and config.json contain them. A fact that
-    one side lacks is not compared.
+    mask, eps, activations, and the routing of experts. Checkpoints of a `TrainState`, exported files and config.json
+    contain them. A fact that one side lacks is not compared.
 
     Examples
     --------

@@ -26,10 +26,12 @@ FACTS = "facts"
 """Key of the facts in a checkpoint's meta, and in the metadata of an exported file."""
 STATES = "states"
 """Key of the facts of each state in a checkpoint of `TrainStates`."""
-LAYERS = ("vocabulary", "heads", "causal", "window", "rotary_base", "rotary_scaling", "eps")
+LAYERS = ("vocabulary", "heads", "causal", "window", "rotary_base", "rotary_scaling", "eps", "top_k", "scores",
+          "normalize", "scale", "choice")  # fmt: skip
 """Attributes of layers that change results. Except vocabulary, they change no shape."""
 NETWORK = ("kind", "hidden", "activation", "norm", "bias", "layers", "kv_heads", "head_dim", "qkv_bias", "qk_norm",
-           "mlp", "positions", "tied", "dtype", "build", *LAYERS)  # fmt: skip
+           "mlp", "positions", "tied", "dtype", "build", "experts", "expert_mlp", "every", "shared", "shared_gate",
+           *LAYERS)  # fmt: skip
 """Keys of [network] and facts that define the network; the other keys define how it is computed."""
 DATA = ("data.inputs", "data.targets", "data.sequence", "data.documents", "data.classes", "data.batch_size",
         "data.validation", "data.shuffle", "data.hold_out", "data.groups", "training.seed")  # fmt: skip
@@ -75,7 +77,7 @@ def facts_of(network: Module) -> Facts:
         own = [
             (name, fact(value))
             for name, value in vars(module).items()
-            if name in LAYERS and (value is None or isinstance(value, (int, float, tuple, np.number)))
+            if name in LAYERS and (value is None or isinstance(value, (int, float, str, tuple, np.number)))
         ]
         for name, value in (*own, *(("activation", name) for name in functions_in(module))):
             by_name.setdefault(f"network.{name}", []).append(value)
@@ -85,7 +87,7 @@ def facts_of(network: Module) -> Facts:
 
 
 def fact(value: Any) -> Any:
-    """Return the value of an attribute as a fact: None, a number, or the text of a scaling of rotary positions."""
+    """Return the value of an attribute as a fact: None, a number, or a text, also of a scaling of rotary positions."""
     return value.item() if isinstance(value, np.number) else str(value) if isinstance(value, tuple) else value
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakMethod
 from ..arrays import Array, Workspace
 from ..comm import Axis, Collective, Grid, Link, Pending, run_schedule, wait_for_all
 from ..errors import GridError, LayoutError
-from ..layout import itemsize, offsets, part_sizes
+from ..layout import is_folded, itemsize, offsets, part_sizes
 from ..model.machine import available_memory
 from ..model.schedule import shared_all_gather
 from .compute import TensorSpec
@@ -206,7 +206,7 @@ class Weights:
 
     def _start(self, weight: Weight, gathered: Gathered) -> Pending:
         grid, axis, shard = self._grid, self._axis(weight), weight.shard
-        if self.overlap.shared_weights:
+        if self.overlap.shared_weights and not is_folded(axis.name):
             gathered.copy = gathered.copy or NodeSharedBlock(grid, weight.spec)
             return gathered.copy.fill(shard)
         gathered.copy, counts = None, weight.spec.counts(axis.name)

@@ -196,7 +196,7 @@ class GradientBuffer:
             start = stop = 0
         assign(grid.engine, flat[:start], 0)
         assign(grid.engine, flat[stop:], 0)
-        self.layout = self._with(tuple([axis for axis in grid.shape.names if axis in (*before.sums, *split, *more)]))
+        self.layout = self._with(grid.shape.in_order({*before.sums, *split, *more}))
 
     def note_sum(self, axis: str) -> None:
         """Note that the sum over an axis has begun."""

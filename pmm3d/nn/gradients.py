@@ -71,6 +71,8 @@ class Gradients:
         self, to: GradientBuffer, part: Gradient | LazyMatrix, axis: Axis, out: Array, beta: int
     ) -> None:
         cols, counts = out.shape[1], to.spec.counts(axis.name)
+        if not sum(counts):
+            return
         partial = self._partials.next_array(to.message, (sum(counts), cols))
         _fill(self._grid.engine, part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):

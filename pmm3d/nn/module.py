@@ -106,6 +106,8 @@ class Module:
 
     replays = False
     """Whether `forward` of this very class carries out the same instructions in each call (`nn.replay`)."""
+    varies = ""
+    """Reason why `forward` carries out other instructions in each call, or ""."""
     arguments: tuple[str, ...] = ()
     """Names of attributes that are no facts, because instructions read them when they run."""
 
@@ -392,6 +394,20 @@ class Module:
         for name, module in self.named_modules():
             if name in state and hasattr(module, "calls"):  # a Recompute has the name of its part
                 module.calls = state[name]
+
+    def after_step(self, taken: bool = True) -> None:
+        """Update state that changes once a step, and not by a gradient.
+
+        Parameters
+        ----------
+        taken : bool
+            Whether the optimizer changed the weights. False if a `LossScale` skipped the step. Default: True.
+
+        Notes
+        -----
+        `train_step` calls this method of each module after each step, also in a `Pipeline`. Call it for all
+        `named_modules` in a loop of your own.
+        """
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ from ..product import DistMatrix
 from .compute import computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
 from .module import Module
-from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, note_memory, state_name
+from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, note_memory, replica_axis, state_name
 from .parameter import Parameter
 
 Group = dict[str, Any]
@@ -254,10 +254,11 @@ class Optimizer:
         self._parts.clear()
         self.grid, self.parent_grid = parameters[0].grid, parameters[0].parent_grid
         self.shard_over_data = bool(self._sharded) and self.grid.data.size > 1
+        self._has_experts = any(replica_axis(each.layout) != "data" for each in parameters)
         for parameter in parameters:
             if parameter not in had:
                 self.steps_without_grad[parameter], buffer = self.steps, parameter.grad_buffer
-                buffer.split_over = "data" if self._splits(parameter) else ""
+                buffer.split_over = replica_axis(parameter.layout) if self._splits(parameter) else ""
                 buffer.scattered = self._splits(parameter) and self._sharded == "gradients"
 
     def _check_known(self, where: str, given: Iterable[str], known: Sequence[str]) -> None:
@@ -744,7 +745,8 @@ class Optimizer:
 
     def _splits(self, parameter: Parameter) -> bool:
         """Whether each rank along data updates only a part of the parameter."""
-        return self.shard_over_data and "data" not in parameter.layout.splitting
+        axis = replica_axis(parameter.layout)
+        return self.shard_over_data and getattr(self.grid.shape, axis) > 1 and axis not in parameter.layout.splitting
 
 
 def _scaled(part: Part, gradient: Array, factor: float) -> Array:

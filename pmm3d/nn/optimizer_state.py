@@ -11,7 +11,7 @@ from ..arrays import Array
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Grid, Pending
 from ..errors import Pmm3dError
-from ..layout import Layout, itemsize, offsets
+from ..layout import EXPERT_DATA, Layout, is_folded, itemsize, offsets
 from ..layout.layout import layout_of
 from .compute import PER_ELEMENT, array_namespace, stacked
 from .parameter import Parameter
@@ -45,6 +45,15 @@ def names_of_weights(stored: Collection[str], ema: bool) -> dict[str, str]:
 def state_name(parameter: str, state: str) -> str:
     """Name of a state array of a parameter in a checkpoint."""
     return f"{STATE}{parameter}/{state}"
+
+
+def replica_axis(layout: Layout) -> str:
+    """Axis over which the state of a parameter can be sharded: that of the ranks along data with the same shard.
+
+    >>> replica_axis(Layout("y", "x")), replica_axis(Layout(("expert:2", "y"), "x"))
+    ('data', 'expert_data')
+    """
+    return EXPERT_DATA if any(map(is_folded, layout.splitting)) else "data"
 
 
 def note_memory(grid: Grid) -> None:
@@ -118,7 +127,8 @@ class Part:
         grid, buffer = parameter.grid, parameter.grad_buffer
         self.parameter, self.spec, self.is_split = parameter, parameter.spec, is_split
         self.library, self.types = parameter.library, parameter.precision
-        self.layout = buffer.split_layout("data") if is_split else parameter.layout
+        self._axis = replica_axis(parameter.layout)
+        self.layout = buffer.split_layout(self._axis) if is_split else parameter.layout
         box = self.layout.box(parameter.shape, grid.shape, grid.coords)
         self.shape, self.size, self.work = box.shape, prod(box.shape), PER_ELEMENT * prod(self.spec.local_shape)
         self.slice_size = self.library.slice_elements or DEVICE_ELEMENTS
@@ -129,7 +139,7 @@ class Part:
         self._equal: Layout | None = None
         """A layout that was found equal to `layout`."""
         if is_split:
-            self._counts, index = buffer.counts("data"), grid.data.index
+            self._counts, index = buffer.counts(self._axis), grid.axis(self._axis).index
             self._own = slice(*offsets(self._counts)[index : index + 2])
             self._within = box.within(parameter.box)
 
@@ -158,7 +168,8 @@ class Part:
 
     def all_gather(self) -> Pending:
         """Begin to all-gather the parts that the ranks along data updated."""
-        return self.parameter.grid.data._all_gather_into(self.stored(), self.parameter.shard.reshape(-1), self._counts)
+        axis = self.parameter.grid.axis(self._axis)
+        return axis._all_gather_into(self.stored(), self.parameter.shard.reshape(-1), self._counts)
 
 
 @dataclass

@@ -38,7 +38,8 @@ class Overlap:
         (default): keep the gathered input.
     shared_weights : bool
         Keep one copy of each gathered weight for the ranks of a node, in shared memory. It needs host arrays, and ranks
-        along z on one node, or equally many on each of several nodes. Default: False.
+        along z on one node, or equally many on each of several nodes. Weights of experts are not shared. Default:
+        False.
 
     Raises
     ------

@@ -37,7 +37,12 @@ class PendingGradient:
 
 
 def relayout_gradient(spec: TensorSpec, part: Contribution) -> PendingGradient:
-    """Begin the relayout of a part that a rule returned, into the layout of the tensor without partial sums."""
+    """Begin the relayout of a part that a rule returned, into the layout of the tensor without partial sums.
+
+    A PendingGradient is already in this layout.
+    """
+    if isinstance(part, PendingGradient):
+        return part
     contribution, wanted = natural(spec, part), spec.layout.summed
     if isinstance(contribution, LazyMatrix):
         return gemm_then_relayout(spec, contribution, wanted)

@@ -379,10 +379,12 @@ def _common_unit(unit: Unit, edges: Sequence[int]) -> int:
 
 
 def in_units(x: Tensor, unit: int, dim: int = 1) -> Tensor:
-    """Relayout x so that its columns (or rows) are split in whole units. If there is one unit, they are gathered."""
+    """Relayout x so that its columns (or rows) are split in whole units. If there is one unit, they are gathered.
+    Columns of ragged rows are not gathered: one rank holds the unit."""
     axes, units = [x.layout.rows, x.layout.cols], list(x.layout.units)
     held = units[dim]
-    if unit == x.shape[dim] and x.layout.parts(x.grid.shape)[dim] > 1:
+    gathers = unit == x.shape[dim] and not isinstance(x.shape[0], RaggedRows)
+    if gathers and x.layout.parts(x.grid.shape)[dim] > 1:
         axes[dim], units[dim] = (), 1
     elif not isinstance(held, int) or held % unit:
         units[dim] = unit

@@ -99,7 +99,8 @@ class Recompute(Module):
             return self.module(*inputs, **options)
         mode, first = self._mode(), next(tape.numbers)
         frozen = [parameter for parameter in self.module.parameters() if not parameter.requires_grad]
-        with tape.set(keeping=False):
+        held = {} if tape.first_pass is None else tape.first_pass
+        with tape.set(keeping=False, first_pass=held):
             made = self.module(*inputs, **options)
         outs = made if isinstance(made, tuple) else (made,)
         came, count = [(x.spec, x._edge) for x in inputs], len(outs)
@@ -107,7 +108,7 @@ class Recompute(Module):
 
         def rule(*passed: Array) -> list[Array]:
             values = [Tensor(spec.matrix(value), edge=edge) for (spec, edge), value in zip(came, passed[count:])]
-            again = self._again(values, options, mode, frozen, passed[:count])
+            again = self._again(values, options, mode, held, frozen, passed[:count])
             return [again.get(edge) for edge in outer]
 
         saved = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
@@ -134,18 +135,20 @@ class Recompute(Module):
         inputs: Sequence[Tensor],
         options: dict[str, Any],
         mode: Mode,
+        results: dict[Any, Any],
         frozen: Sequence[Parameter],
         gradients: Sequence[Array | None],
     ) -> dict[Edge, Array]:
         """Repeat the forward pass, then run the backward pass. Return the gradients of the inputs.
 
-        mode, frozen: state and frozen parameters of the first forward pass; gradients: of the outputs.
+        mode, results, frozen: state, `Tape.first_pass` and frozen parameters of the first forward pass; gradients: of
+        the outputs.
         """
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
         self._set_mode(mode)
         try:
-            with tape.set(recording=True, phase="recompute"), ExitStack() as stack:
+            with tape.set(recording=True, phase="recompute", first_pass=results), ExitStack() as stack:
                 for parameter in frozen:
                     stack.enter_context(override(parameter, node=None))
                 made = self.module(*inputs, **options)

@@ -170,6 +170,12 @@ class Trace:
         return ""
 
 
+def hooks_of(network: Module) -> list[Callable[[bool], None]]:
+    """`after_step` of the modules that define it."""
+    modules = [module for _, module in network.named_modules()]
+    return [each.after_step for each in modules if type(each).after_step is not Module.after_step]
+
+
 class Replays(Recordings[RecordedStep]):
     """The recorded steps of a network. `Replays.of(network)`.
 
@@ -180,6 +186,7 @@ class Replays(Recordings[RecordedStep]):
     compares the numbers of the replayed programs (`BackwardSync.program`).
 
     scale   factor of the losses of the next step, an argument of all programs
+    hooks   `hooks_of` the network
     """
 
     what = "training steps"
@@ -187,6 +194,7 @@ class Replays(Recordings[RecordedStep]):
     def __init__(self, grid: Grid, everyone: Axis):
         super().__init__(grid, everyone)
         self.scale, self._programs, self._tries = Argument(1.0), 0, 0
+        self.hooks: list[Callable[[bool], None]] = []
         self._now: RecordedStep | None = None
         self._replayed: RecordedStep | None = None
 
@@ -207,6 +215,8 @@ class Replays(Recordings[RecordedStep]):
             self._tell(facts)
         else:
             recorded = self._with(facts)
+        if recorded is None or not recorded.trusted:
+            self.hooks = hooks_of(network)
         again = self._grid.debug and self._steps % CHECKED == 0
         if self._tries or again:
             if self._every(recorded is not None and recorded.program is not None and recorded.trusted == again):
@@ -368,7 +378,7 @@ def _of_network(network: Module, own: bool, gradients: bool) -> list[Any] | str:
         elif isinstance(part, Module):
             kind = type(part)
             if not vars(kind).get("replays") and not vars(part).get("replays"):
-                return f"{kind.__name__} is not recorded; see nn.replay"
+                return part.varies or f"{kind.__name__} is not recorded; see nn.replay"
             if part not in seen:
                 seen.add(part)
                 waiting += part._facts()

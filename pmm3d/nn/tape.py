@@ -48,10 +48,18 @@ class Tape:
         While the loss of one batch of a step is computed, the batches of the step.
     phase : str
         "forward", or "recompute" while a part of a network is computed again.
+    first_pass : dict or None
+        In a `Recompute`, results of the first pass that the second one uses, such as the choices of a router. They
+        exist until the backward pass, or until the tensors are dropped. The outermost `Recompute` makes it. None
+        elsewhere.
     placed : set or None
         In `Module.settle`, the layers whose layout is known.
     has_warned : bool
         Whether a warning about an input that is relaid out in each step was logged.
+    scale : float
+        Factor of the loss in the current backward pass; 1 if the pass started from a gradient.
+    share : float
+        Share of the micro-batch in the rows of the step, in a backward pass of `train_step`; 1 in other passes.
     inspect : callable or None
         inspect(layer, output), called after each layer, once for each tensor that it returns.
     pack, unpack : callable
@@ -72,8 +80,10 @@ class Tape:
         self.recording = self.keeping = self.syncing = self.summing = True
         self.step: Any = None
         self.phase = "forward"
+        self.first_pass: dict[Any, Any] | None = None
         self.placed: set[Any] | None = None
         self.has_warned = False
+        self.scale = self.share = 1.0
         self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Callable[[str, Any], Any] = _as_it_is
         self.unpack: Callable[[Any], Any] = lambda packed: packed
@@ -358,7 +368,7 @@ def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> 
         problem = problem or f"backward: the scale is a positive number; got {scale!r}"
     tape.parallel.begin(tape.syncing, counted, scale, problem)
     try:
-        with _overflowing(counted, scale or 1):
+        with _overflowing(counted, scale or 1), tape.set(scale=scale or 1.0):
             if not problem:
                 propagate(starts)
             tape.parallel.finish()

@@ -280,9 +280,7 @@ def _regions(
     The boxes after the step are the parts that this rank sends; those before it are the parts that it receives.
     """
     layout = before if receives or step.kind == "gather" else step.layout
-    return tuple(
-        layout.box(shape, grid, coords._replace(**{step.axis: index})) for index in range(getattr(grid, step.axis))
-    )
+    return tuple(layout.box(shape, grid, coords.at(step.axis, index)) for index in range(getattr(grid, step.axis)))
 
 
 def _extents(boxes: Sequence[Box], dim: int) -> list[int]:

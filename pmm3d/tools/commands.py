@@ -196,7 +196,8 @@ def export_command(
 
     If TARGET does not end in .safetensors, it is a folder for AutoModelForCausalLM.from_pretrained. It contains
     model.safetensors, config.json, and the tokenizer of the run for AutoTokenizer.from_pretrained. A network.kind llama
-    is written as a Llama; with window as a Mistral, with qkv_bias as a Qwen 2, and with qk_norm as a Qwen 3.
+    is written as a Llama; with window as a Mistral, with qkv_bias as a Qwen 2, and with qk_norm as a Qwen 3. With
+    experts it is written as a Mixtral, a Qwen2-MoE, a Qwen3-MoE or an OLMoE.
 
     [bold]Examples[/]
 

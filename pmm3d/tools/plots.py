@@ -26,6 +26,9 @@ COLOURS = {
     "pipe": "#ddaa77",
     "seq": "#997700",
     "ulysses": "#66aa55",
+    "expert": "#ee8866",
+    "expert_z": "#cc88aa",
+    "expert_data": "#88bb88",
     "all": "#b98aa8",
     "rest": GREY,
 }

@@ -313,7 +313,8 @@ def test_the_text_has_no_paragraph_twice(folder):
     assert len(every) == len(set(every)) > 1000 and len(texts[1]) > 50
     with h5py.File(folder / "runs/gpt/held.h5") as file:
         assert file["tokens"][()].tobytes() == (folder / "runs/gpt/held.txt").read_bytes()
-    assert load(folder / "gpt/gpt.toml").network.of_tokens
+    dense, mixture = (load(folder / f"gpt/{name}.toml").network for name in ("gpt", "experts"))
+    assert mixture.top_k * mixture.expert_mlp == dense.mlp and mixture.hidden == dense.hidden
 
 
 @pytest.mark.thorough("ten minutes of two cores")

@@ -98,6 +98,26 @@ def test_an_all_reduce_gives_every_rank_the_sum(rows, group, low, whole, in_plac
     assert rows == 0 or size == 1 or volumes(made) > 0
 
 
+def pairwise(terms):
+    """The sum of neighbours, then of neighbouring sums, and so on."""
+    while len(terms) > 1:
+        terms = [terms[i] if i + 1 == len(terms) else (terms[i], terms[i + 1]) for i in range(0, len(terms), 2)]
+    return terms[0]
+
+
+@EXAMPLES
+@given(st.data(), st.integers(1, 16), st.booleans(), st.booleans())
+def test_pairwise_sums_of_consecutive_ranks_are_a_part_of_the_whole_sum(data, ranks, low, whole):
+    counts = data.draw(counts_of(ranks))
+    rows = sum(counts)
+    wanted = [pairwise([Element(rank, row) for rank in range(ranks)]) for row in range(rows)]
+    made = [tables.reduce_scatter(counts, rank, 1, low, True) for rank in range(ranks)]
+    out = check(made, [(symbols(rank, rows), [EMPTY] * counts[rank]) for rank in range(ranks)])
+    assert [row for rows in out for row in rows] == wanted and volumes(made) == (ranks - 1) * rows
+    made = [tables.all_reduce(rows, ranks, rank, 1, low, whole, True) for rank in range(ranks)]
+    assert check(made, [(mine, mine) for mine in (symbols(rank, rows) for rank in range(ranks))]) == [wanted] * ranks
+
+
 @EXAMPLES
 @given(st.data(), st.integers(1, 80))
 def test_an_all_to_all_brings_each_part_to_its_rank(data, size):

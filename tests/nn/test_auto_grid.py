@@ -16,6 +16,7 @@ from pmm3d.model.candidates import Candidate
 from pmm3d.model.machines import load
 from pmm3d.nn.training import auto_grid, planning
 from pmm3d.nn.training.config import checked
+from pmm3d.nn.training.predict import _shape
 
 pytestmark = pytest.mark.deadline(240)
 
@@ -125,3 +126,15 @@ def test_both_times_count_ranks_that_share_cores(chosen, key, first):
     ]
     said = chosen("aaaa", replace(load("nominal"), key=key), *candidates).line()
     assert first in said and "1.2e+03 ms" in said and ("compute 2 times as long" in said) == (not key), said
+
+
+def test_a_prediction_shares_the_experts_like_the_checkpoint():
+    """The number of ranks of an automatic grid is that of the checkpoint, which a resumed run may have chosen anew."""
+    tokens = {"data": {"file": "a.h5", "sequence": 4}, "network": {"kind": "gpt", "experts": 8}}
+    config = checked(tokens | {"grid": {"shape": "auto", "expert": 2}})
+    saved = {"x": 1, "y": 1, "z": 2, "data": 2}
+    assert _shape(config, saved | {"expert": 4}, 4) == ("1x1x2", 2, {"axes": {}, "expert": 4})
+    assert _shape(config, saved, 4) == ("1x1x2", 2, {"axes": {}, "expert": 1})
+    assert _shape(config, saved | {"expert": 4}, 8) == ("ddp", 1, {})
+    named = checked(tokens | {"grid": {"shape": "1x1x4", "expert": 4}})
+    assert _shape(named, saved, 4) == ("1x1x4", 1, {"axes": {}, "expert": 4})

@@ -57,6 +57,17 @@ NONSENSE = [
         "network.rotary_scaling = {'rope_type': 'su'}: rotary_scaling.rope_type is 'su'; supported are",
     ),
     ({"network": {"kind": "llama", "rotary_scaling": {"rope_type": "yarn"}}}, "rotary_scaling.factor is missing"),
+    *(
+        ({"network": {"kind": "gpt", **network}, "data": FILE | {"sequence": 8}}, text)
+        for network, text in (
+            ({"top_k": 2}, "top_k is 2, but the network has no experts"),
+            ({"capacity": 1.0}, "capacity is 1.0, but the network has no experts"),
+            ({"experts": 0, "balance": 0.0}, "balance is 0.0, but the network has no experts"),
+            ({"experts": 8, "top_k": 9}, "top_k is 9, more than experts = 8"),
+            ({"experts": 8, "every": 5}, "every is 5, but the network has 4 blocks"),
+            ({"experts": 8, "shared_gate": True}, "shared_gate is for the shared expert: set shared"),
+        )
+    ),
     ({"grid": {"seq": 2}}, "grid.seq is for tokens: set data.sequence, or leave it out"),
     ({"grid": {"ulysses": 2}}, "grid.ulysses is for tokens: set data.sequence"),
     ({"data": FILE | {"documents": "documents"}}, "data.documents is for tokens: set data.sequence"),

@@ -190,7 +190,7 @@ def test_replayed_steps_have_the_bits_of_ordinary_steps(grid, kind, shard):
 
 @pytest.mark.parallel([2], thorough=[4])
 @looped("kind", ["Adafactor", "SM3"])
-@over_grids(lambda ranks: [("2x1x1", 1), ("fsdp", 1)])
+@over_grids(lambda ranks: [("2x1x1", ranks // 2), ("fsdp", 1)])
 def test_a_dry_run_sends_the_messages_of_a_step_and_has_its_states(grid, kind):
     def moved(grid):
         net = nn.MLP(grid, [16, 32, 24])

@@ -19,7 +19,7 @@ from pmm3d.model.simulation.replay import tasks, terms_of
 from pmm3d.nn.training import planning
 from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.dry_step import DrySteps, step_of
-from pmm3d.nn.training.planning import pipes_of, rank_training, seqs_of
+from pmm3d.nn.training.planning import experts_of, pipes_of, rank_training, seqs_of
 from pmm3d.nn.training.samples import SampleSizes
 
 PERLMUTTER, NOMINAL, FRONTIER = load("perlmutter"), load("nominal"), load("frontier")
@@ -283,7 +283,10 @@ def planned(settings, ranks, machine=NOMINAL, **options):
     )
 
 
-@pytest.mark.parametrize("network, micro_batches", [({}, 1), ({"activations": "sharded", "recompute": 2}, 4)])
+@pytest.mark.parametrize(
+    "network, micro_batches",
+    [({}, 1), ({"activations": "sharded", "recompute": 2}, 4), ({"layers": 9, "experts": 4, "every": 3, "mlp": 32}, 2)],
+)
 def test_a_candidate_costs_what_its_whole_step_does(network, micro_batches):
     """Although only few of its blocks and micro-batches are run."""
     settings = gpt(network, micro_batches=micro_batches)
@@ -397,3 +400,52 @@ def test_a_named_number_of_ranks_along_ulysses_is_planned_or_refused(monkeypatch
 
 def test_more_than_four_grids_are_simulated_if_all_share_sequences():
     assert len(rank_training(gpt({"layers": 1}), 8, NOMINAL, samples=SAMPLES, seqs=[2]).candidates) > 6
+
+
+# Mixtures of experts
+
+EXPERTS = {"experts": 4, "top_k": 2, "expert_mlp": 32}
+
+
+@looped("shape, expert", [((1, 1, 1, 4), 4), ((1, 1, 1, 4), 2), ((1, 1, 2, 2), 4), ((1, 1, 4, 1), 2)])
+def test_experts_are_priced_with_even_routing(shape, expert):
+    """Bytes by the formula, 4 k T h (P-1)/P elements a layer and 8 E (P-1)/P bytes of counts, and the memory of
+    experts."""
+    grid = GridShape(*shape).folded(expert)
+    step = DrySteps(gpt(EXPERTS), SAMPLES).of(grid, 8)
+    received = sum(each.received for each in step.actions if each.what == "begin" and each.axis == "expert")
+    rows = 4 * 2 * (BATCH * SEQUENCE // 4) * HIDDEN * 4
+    assert received == LAYERS * (rows + 8 * 4) * (expert - 1) // expert
+    assert step.memory["experts"] == LAYERS * 4 * 2 * HIDDEN * 32 * 4 // (grid.z * (grid.data // grid.expert_data))
+    alone = DrySteps(gpt(EXPERTS), SAMPLES).of(GridShape(*shape), 8)
+    weights = [each.memory["weights"] for each in (step, alone)]
+    assert weights[0] == weights[1] and "experts" not in DrySteps(gpt(), SAMPLES).of(grid, 8).memory
+
+
+def test_grids_whose_ranks_share_experts():
+    """The axis is a choice only for a network with experts. On two nodes of two ranks, 1, 2 or 4 ranks share them. A
+    number in the configuration counts, also 1."""
+    assert experts_of(gpt(EXPERTS, expert=1)) == [1]
+    assert (
+        experts_of(gpt()) == [1] and experts_of(gpt(EXPERTS, expert=2)) == [2] and experts_of(gpt(EXPERTS)) == [1, 2, 4]
+    )
+    machine, small = NOMINAL.with_ranks_per_node(2), EXPERTS | {"layers": 1}
+    rank = lambda settings: planned(settings, 4, machine, experts=experts_of(settings))
+    found = rank(gpt(small)).candidates
+    assert {each.grid.expert for each in found if each.grid.data == 4} == {1, 2, 4}
+    assert {each.grid.expert for each in found if each.grid.x * each.grid.y == 4} == {1}
+    assert "expert" in next(each for each in found if each.grid.expert == 4).terms
+    assert {each.grid.expert for each in rank(gpt({"layers": 1})).candidates} == {1}
+    named = rank(gpt(small, expert=2))
+    assert {each.grid.expert for each in named.candidates} == {2}
+    assert "expert = 2 does not fit z and data" in {each.why_not for each in named.dropped}
+
+
+def test_experts_that_fit_only_together_are_planned():
+    """On ranks along data, experts are the largest part of the memory."""
+    settings = gpt(EXPERTS | {"expert_mlp": 1024, "layers": 1})
+    everything = planned(settings, 4, experts=[1, 4]).candidates
+    held = {each.grid.expert: nbytes(each) for each in everything if each.grid[:3] == (1, 1, 1)}
+    assert held[4] < 0.5 * held[1]
+    found = planned(settings, 4, experts=[1, 4], limit=held[4]).candidates
+    assert {each.grid.expert for each in found if each.grid[:3] == (1, 1, 1)} == {4}

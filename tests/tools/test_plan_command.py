@@ -117,6 +117,18 @@ def test_a_gpt_by_simulation(tmp_path):
     assert sum(counts_of(said)) == 20
 
 
+def test_a_mixture_of_experts(tmp_path):
+    path = tmp_path / "plan.json"
+    options = ("--experts", 4, "--top-k", 1, "--expert-mlp", 64, "--ranks", 4, "--machine", "frontier", "--top", 5)
+    written = figures_of(path, *SMALL, *options)
+    assert {each["grid"].get("expert", 1) for each in written} == {1, 2, 4}
+    assert all(each["memory"]["experts"] > 0 for each in written)
+    said = planned(*SMALL, *options)
+    assert "(data 4, expert 4)" in said and "Routing is assumed to be even: each of 4 experts" in said
+    assert sum(counts_of(said)) == int(re.findall(r"of ([\d,]+) grids", said)[0])
+    assert "Routing" not in planned(*SMALL, "--ranks", 4, "--machine", "frontier")
+
+
 def test_a_product_with_its_bytes_over_the_bound():
     sides = ("--m", 4096, "--n", 4096, "--k", 4096)
     said = planned("product", *sides, "--ranks", 64, "--dtype", "float32", "--machine", "perlmutter")
@@ -152,6 +164,9 @@ UNANSWERABLE = [
     ((*SMALL, "--order", "y,x,z,data"), "--order has no effect with --terms full: leave it out, or take --terms axonn"),
     ((*SMALL, "--min-tensor", 2), "--min-tensor has no effect with --terms full"),
     ((*SMALL, "--powers-of-two"), "--powers-of-two has no effect with --terms full"),
+    ((*SMALL, "--top-k", 2), "--top-k is for a mixture of experts: give --experts too"),
+    ((*SMALL, "--terms", "axonn", "--experts", 4), "--experts has no effect with --terms axonn"),
+    ((*SMALL, "--experts", 4, "--top-k", 5), "top_k"),
     ((*SMALL, "--vocabulary", 0), "--vocabulary 0 leaves out embedding and logits"),
     (("gpt", "--layers", 2, "--hidden", 48, "--sequence", 8, "--batch", 8), "give --heads: the default, hidden /"),
     ((*SMALL, "--terms", "axonn", "--micro-batches", 2), "--micro-batches has no effect with --terms axonn"),

@@ -20,7 +20,7 @@ from pmm3d.nn.training.config import checked
 from pmm3d.nn.training.config import load as config_of
 from pmm3d.nn.training.dry_step import DrySteps
 from pmm3d.nn.training.samples import SampleSizes
-from pmm3d.tools.plan.curves import AS_IT_IS, VARIANTS, best_grids, curves_of, print_curve, rank_counts
+from pmm3d.tools.plan.curves import AS_IT_IS, VARIANTS, _like, best_grids, curves_of, print_curve, rank_counts
 from pmm3d.tools.plan.ranking import as_json
 from pmm3d.tools.plan.step import FirstRank, Training
 from pmm3d.tools.plan.trace import read_trace, write_trace
@@ -178,6 +178,12 @@ def test_the_curves():
         first, *_, last = (point.seconds[AS_IT_IS] for point in curve.points)
         assert curve.efficiency(curve.points[0]) == 1
         assert curve.efficiency(curve.points[2]) == pytest.approx(first / last / more)
+
+
+def test_grids_like_the_best_one_have_no_axis_of_experts():
+    """The ranking chooses it. Ranks along data that share experts are no factor of the others."""
+    likes = [*_like(GridShape(1, 1, 2, 4).folded(8), 4, 1), *_like(GridShape(1, 1, 2, 4).folded(4), 16, 2)]
+    assert (1, 1, 2, 2) in likes and len(likes) == 5 and {each.expert for each in likes} == {1}
 
 
 def ddp(config, ranks):

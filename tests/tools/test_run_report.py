@@ -26,7 +26,7 @@ from pmm3d.text import counted
 from pmm3d.tools import plots
 from pmm3d.tools.commands import app
 from pmm3d.tools.page import drawings, write_page
-from pmm3d.tools.page.drawings import curves, grid_map
+from pmm3d.tools.page.drawings import curves, expert_map, grid_map
 from pmm3d.tools.page.facts import settings_section
 from pmm3d.tools.page.run_page import _smoothed
 from pmm3d.tools.plots import Part
@@ -235,6 +235,29 @@ def test_a_long_run_keeps_its_extremes(run):
     lines = re.findall(r'<path d="([^"]*)" clip-path[^>]*stroke: #4477aa', drawn)
     heights = [float(height) for height in re.findall(r"[ML] \S+ (\S+)", max(lines, key=len))]
     assert 30 < len(heights) < 6000 and max(heights) - min(heights) > 100
+
+
+def test_the_page_draws_the_load_of_experts(run):
+    """A map of colours of each router, and curves. Without experts there is none."""
+    caption = "Tokens of each expert over the mean"
+    assert caption not in write_page(run).read_text()
+    lines = [
+        {"step": step, "loss": 1.0, "imbalance": 1.5, "dropped": 0.1, "router_loss": 0.02,
+         "experts": {"1.mlp.router": [step, 3, 0], "2.mlp.router": [1, 1, 2]}}
+        for step in range(1, 40)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = write_page(run).read_text()
+    assert caption in text and "2.mlp.router" in text and "Losses of the routers" in text
+    assert "before capacity" in text and "capacity dropped" in text
+
+
+def test_a_map_of_experts_shows_the_steps_that_are_alike():
+    """A resumed run may have other experts. Steps without tokens are left out."""
+    one, other = {"a": [1, 3], "b": [2, 2]}, {"a": [1, 2, 3], "b": [2, 2]}
+    drawn = expert_map([(1, other), (2, one), (3, {"a": [0, 0], "b": [1, 1]}), (1234, one)])
+    assert drawn.startswith("<svg") and "1,234" in drawn and ">a<" in drawn
+    assert expert_map([]) == expert_map([(1, {})]) == expert_map([(1, {"a": [0]})]) == ""
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -37,6 +45,7 @@ SHARED = {
     "max_position_embeddings": 16,
     **IDS,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 LONG = "original_max_position_embeddings"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, LONG: 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, LONG: 8, "beta_fast": 2.0, "beta_slow": 0.5}
@@ -69,6 +78,16 @@ MADE = {
     "qwen3-tied": lambda: Qwen3ForCausalLM(
         Qwen3Config(**{**scaled(1e6, **YARN), "num_key_value_heads": 1}, head_dim=8, tie_word_embeddings=True)
     ),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHARED, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **SHARED, **EXPERTS, moe_intermediate_size=12, shared_expert_intermediate_size=20, decoder_sparse_step=2
+        )
+    ),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SHARED, **EXPERTS, moe_intermediate_size=12, head_dim=8, norm_topk_prob=True)
+    ),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SHARED, **EXPERTS)),
 }
 
 

@@ -27,6 +27,7 @@ NETWORKS = {
     **dict.fromkeys(("gpt2", "gpt2-untied"), nn.GPT),
     **dict.fromkeys(("llama", "llama-tied", "llama-linear", "llama-dynamic", "llama-yarn", "llama-3"), nn.Llama),
     **dict.fromkeys(("mistral", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied"), nn.Llama),
+    **dict.fromkeys(("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"), nn.Llama),
 }
 GRIDS = {
     1: [((1, 1, 1), 1, {})],

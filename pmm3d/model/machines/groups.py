@@ -46,9 +46,13 @@ def groups_of(shape: GridShape, ranks_per_node: int, run: int | None = None) -> 
     """
     run, groups = run or ranks_per_node, dict[str, Group]()
     for name, size, stride in zip(shape.names, shape, shape.strides):
-        inside, nodes = _placed(size, stride, shape.size, run)
-        groups[name] = Group(size, inside, nodes, max(1, min(ranks_per_node, shape.size) // inside), stride)
+        groups[name] = _group(size, stride, shape.size, ranks_per_node, run)
     return _Groups(shape, ranks_per_node, run, {**groups, ALL: everyone(shape.size, ranks_per_node)})
+
+
+def _group(size: int, stride: int, ranks: int, ranks_per_node: int, run: int) -> Group:
+    inside, nodes = _placed(size, stride, ranks, run)
+    return Group(size, inside, nodes, max(1, min(ranks_per_node, ranks) // inside), stride)
 
 
 class _Groups(dict[str, Group]):
@@ -64,8 +68,11 @@ class _Groups(dict[str, Group]):
 
     def __missing__(self, name: str) -> Group:
         axes = self._shape.axes_of(name)
-        if not {*axes} <= {*self._shape.names}:
+        if not all(map(self._shape.has, axes)):
             raise KeyError(name)
+        strided = self._shape.strided(axes[0]) if len(axes) == 1 else None
+        if strided is not None:
+            return self.setdefault(name, _group(*strided, self._shape.size, self._ranks_per_node, self._run))
         nodes = Counter(rank // self._run for rank in self._shape.group(axes, self._shape.position(0)))
         inside = max(nodes.values())
         sharers = max(1, min(self._ranks_per_node, self._shape.size) // inside)

@@ -164,9 +164,14 @@ class Executor:
             self._values["F", stage + 1, micro] = values
         self._passes[stage, micro] = inputs, [output._edge for output in outputs]
 
+    def _share(self, micro: int) -> float:
+        """Share of a micro-batch in the rows of the step."""
+        return share_of(self._inputs, micro)
+
     def _backward(self, kind: str, stage: int, micro: int) -> None:
         inputs, edges = self._passes.pop((stage, micro))
-        with defer_weights(self._grid) if kind == "I" else nullcontext() as queue:
+        sharing = Tape.of(self._grid).set(share=self._share(micro))
+        with sharing, defer_weights(self._grid) if kind == "I" else nullcontext() as queue:
             if stage == self._table._chain_of[micro].stop - 1:
                 self._losses[micro].backward(scale=self._scale)
             else:
@@ -205,6 +210,11 @@ class Executor:
             self._sends.append(
                 self._pipe.send(value.local, message.target, tag=message.number, agreed=True, message=str(message))
             )
+
+
+def share_of(inputs: Sequence[DistMatrix], number: int) -> float:
+    """Share of an input in the rows of all of them; 1 for one input, also without rows."""
+    return inputs[number].shape[0] / max(1, sum(x.shape[0] for x in inputs)) if len(inputs) > 1 else 1.0
 
 
 class _Acting:

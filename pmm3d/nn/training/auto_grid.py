@@ -96,7 +96,7 @@ def chosen_grid(config: Config, comm: MPI.Intracomm) -> Choice:
 
 
 def _choice(config: Config, processes: Processes, known: Machine | None, limit: int | None, on_host: bool) -> Choice:
-    from .planning import rank_training  # only rank 0 needs it
+    from .planning import experts_of, rank_training  # only rank 0 needs it
 
     per_node = processes.per_node()
     machine = (known or nominal(per_node)).with_ranks_per_node(per_node)
@@ -109,6 +109,7 @@ def _choice(config: Config, processes: Processes, known: Machine | None, limit: 
         run=processes.run(),
         pipes=(config.grid.pipe,),
         seqs=(config.grid.seq * config.grid.ulysses,),
+        experts=experts_of(config),
     ).candidates
     slower = max(1.0, per_node / host.usable_cores()) if on_host and not machine.key else 1.0
     return Choice(best, others[0] if others else None, machine.name, bool(machine.key), on_host, slower)

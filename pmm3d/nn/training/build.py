@@ -12,7 +12,7 @@ from ...arrays import library_named, take_device
 from ...comm import Grid, free_memory
 from ...errors import Pmm3dError
 from ...io import Checkpoints, Loader, TokenDataSet
-from ...layout import SEQ, ULYSSES
+from ...layout import EXPERT, SEQ, ULYSSES
 from ...model.machine import lack_of_memory
 from ..dry import dry_grid
 from ..module import Module
@@ -48,10 +48,10 @@ def trainer(
     shape: tuple[Any, int] = config.grid.shape, config.grid.data
     if auto is not None:
         shape = auto.chosen.grid[:3], auto.chosen.grid.data
-        update = {name: getattr(auto.chosen.grid, name, 1) for name in (SEQ, ULYSSES)}
+        update = {name: getattr(auto.chosen.grid, name, 1) for name in (SEQ, ULYSSES, EXPERT)}
         update["schedule"] = config.grid.schedule or auto.chosen.schedule or None
         config = config.model_copy(update={"grid": config.grid.model_copy(update=update)})
-    with Grid(comm, *shape, axes=config.grid.axes, **options) as grid:
+    with Grid(comm, *shape, axes=config.grid.axes, expert=config.grid.expert or 1, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
         Tape.of(grid.stage).parallel.overlap = Overlap(**config.overlap.model_dump())

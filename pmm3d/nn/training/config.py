@@ -102,6 +102,10 @@ class Config(Section):
                 f'network.kind = "{network.kind}" is a network of tokens: set '
                 "data.sequence, the number of tokens of a sequence",
             ),
+            (
+                (self.grid.expert or 1) > 1 and network.build is None and not network.experts,
+                f"grid.expert = {self.grid.expert} is for a network with experts: set network.experts, or leave it out",
+            ),
             (not length and needing, f"{''.join(needing[:1])} is for tokens: set data.sequence, or leave it out"),
             (
                 length and not network.of_tokens and network.build is None,

@@ -12,7 +12,7 @@ from ...arrays.dry_run import Passed
 from ...comm import Grid
 from ...errors import DataError, Pmm3dError
 from ...io.shards import own_shards
-from ...layout import GridShape, Layout, batch_layout, itemsize
+from ...layout import GridShape, Layout, batch_layout, is_folded, itemsize
 from ..dry import Facts, finish_all, memory
 from ..loss_scale import LossScale
 from ..overlap import Overlap
@@ -35,9 +35,9 @@ class Step(NamedTuple):
     """One step of a rank.
 
     actions    in their order; no collective is under way before the first one or after the last one
-    memory     largest number of bytes by kind: "weights", "gradients", "state" of the optimizer, "work" (buffers of the
-               workspace), "batches" that the loader reads ahead, "copies" of this rank's shards for a checkpoint in the
-               background (only of arrays in host memory)
+    memory     largest number of bytes by kind: "weights", "experts" (their weights, if there are any), "gradients",
+               "state" of the optimizer, "work" (buffers of the workspace), "batches" that the loader reads ahead,
+               "copies" of this rank's shards for a checkpoint in the background (only of arrays in host memory)
     flop       of the GEMMs
     received   bytes, in all collectives
     passes     of a pipeline's table;   kinds: its `Pipeline._kinds_of_ranks`
@@ -137,7 +137,7 @@ class DrySteps:
         later steps is that of the whole run. Errors as of `of`."""
         others = {name: getattr(shape, name) for name in shape.names[4:]}
         hosts = -(-shape.size // max(1, ranks_per_node))
-        with Grid.dry(shape[:3], shape.data, rank, others, hosts) as dry, self._explained():
+        with Grid.dry(shape[:3], shape.data, rank, others, hosts, expert=shape.expert) as dry, self._explained():
             return [*self.each_on(dry, micro_batches)]
 
     def on(self, dry: Grid) -> Step:
@@ -153,6 +153,7 @@ class DrySteps:
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self.own.network)
         optimizer, batch = make_optimizer(config, network, self.own), self._batch(dry, output)
+        experts = [each for each in network.parameters() if any(map(is_folded, each.layout.rows))]
         ema = make_ema(config, network)
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
         run = dry.dry_run
@@ -176,6 +177,9 @@ class DrySteps:
             flop = sum(2.0 * action.m * action.n * action.k for action in run.actions if action.what == "gemm")
             received = sum(action.received for action in run.actions if action.what == "begin")
             held = {**memory(dry), "batches": (config.data.prefetch + 2) * count * nbytes}
+            if experts:
+                held["experts"] = sum(each.box.size * itemsize(each.dtype) for each in experts)
+                held["weights"] -= held["experts"]
             if config.training.checkpoint_in_background and config.network.on_host:
                 averages = {} if ema is None else ema.matrices()
                 matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters()), **averages}

@@ -96,6 +96,11 @@ class RunLog:
     and "skipped". Figures that are not finite are left out, or null in a validation. A resumed run continues the file,
     without lines of later steps. Progress is printed if stderr is a terminal.
 
+    For mixtures of experts there are also "experts", for each router the number of tokens of the step that chose each
+    expert, before capacity, over all micro-batches; and "imbalance", the largest number over the mean. With a capacity
+    there is "dropped", the share of tokens' experts that it dropped. With losses of routers there is "router_loss",
+    their sum times their factors, which "loss" does not contain.
+
     Examples
     --------
     >>> import json, tempfile
@@ -126,7 +131,7 @@ class RunLog:
         self._file = open(path, "a", opener=not_following)
         self._first, self._total = step, total
 
-    def step(self, metrics: dict[str, float]) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         """Write a line of the figures of a step, with at least "step"."""
         if not self.writes:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from math import gcd
@@ -37,7 +38,8 @@ NOISE = 0.02
 SHOWN = 3
 """Largest number of micro-batches of a dry run. All but the first and the last are alike."""
 FEW = 2
-"""Blocks of the smaller of two dry transformers; the other one has twice as many. The difference prices the rest."""
+"""Least number of blocks of the smaller of two dry transformers; the other one has twice as many. The difference prices
+the rest."""
 LEAST_SEQ = 4
 """Ranks along "seq" that are planned for any number of sequences."""
 DOUBLINGS = 8
@@ -62,6 +64,7 @@ def rank_training(
     run: int | None = None,
     pipes: Collection[int] = (1,),
     seqs: Collection[int] = (1,),
+    experts: Collection[int] = (1,),
     activations: Sequence[str] = (),
     recompute: Sequence[str | int] = (),
     grids: Sequence[GridShape] = (),
@@ -81,6 +84,9 @@ def rank_training(
                  with the best of `plan_stages.SCHEDULES` that fits
     seqs         numbers of ranks that share a sequence (`seqs_of`). They are along "seq". On several nodes, a grid
                  whose ranks of a node are along "ulysses" is a candidate too
+    experts      numbers of ranks along "expert" (`experts_of`). A grid is a candidate with up to three of those that
+                 fit its ranks along z and data: the least that fits the memory by a rough estimate, the largest inside
+                 a node, and the largest
     activations  values of network.activations: a grid is a candidate with each. Default: as configured
     recompute    values of network.recompute, the fastest first: a grid is a candidate with the first one that fits.
                  Default: as configured
@@ -111,7 +117,7 @@ def rank_training(
             f"{' or '.join(map(str, products))}: use a multiple of it"
         )
     planner = _Planner(
-        dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations, recompute
+        dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations, recompute, experts
     )
     return planner.ranking(top, actions, grids, also, tell, pool)
 
@@ -138,7 +144,8 @@ def step_on(
 ) -> Candidate:
     """Return one grid as a candidate of `rank_training`, with `why_not` if it exceeds the limit. Raises GridError if
     the library refuses the grid."""
-    (candidate,) = _Planner(dry_steps(config, machine, limit, samples), grid.size, machine, limit).tried(grid)
+    steps = dry_steps(config, machine, limit, samples)
+    (candidate,) = _Planner(steps, grid.size, machine, limit, experts=(grid.expert,)).tried(grid)
     if not candidate.memory:
         raise GridError(f"grid {grid}: {candidate.why_not}")
     return candidate
@@ -168,6 +175,19 @@ def seqs_of(config: Config, ranks: int) -> list[int]:
     sequences = max(1, config.data.batch_size // config.grid.micro_batches)
     most, near = min(config.data.sequence, max(LEAST_SEQ, ranks // sequences)), config.grid.ulysses
     return [seq for seq in range(near, most + 1, near) if ranks % seq == 0] or [near]
+
+
+def experts_of(config: Config) -> list[int]:
+    """Return the numbers of ranks that may share the experts: grid.expert if it is given, otherwise the divisors of
+    network.experts. One rank for a network without experts.
+
+        >>> from .config import checked
+        >>> tokens = {"file": "x.h5", "sequence": 64}
+        >>> experts_of(checked({"data": tokens, "network": {"kind": "gpt", "experts": 8}}))
+        [1, 2, 4, 8]
+    """
+    asked, experts = config.grid.expert, config.network.experts or 1
+    return [asked] if asked else [number for number in range(1, experts + 1) if experts % number == 0]
 
 
 class Costs(NamedTuple):
@@ -205,10 +225,11 @@ class _Planner:
         longer: Sequence[tuple[int, int]] = ((1, 1),),
         activations: Sequence[str] = (),
         recompute: Sequence[str | int] = (),
+        experts: Collection[int] = (1,),
     ):
         self.ranks, self.machine, self.limit, self.run = ranks, machine, _limit(machine, limit), run
         self.steps = steps
-        self.longer, self.activations, self.recompute = longer, activations, recompute
+        self.longer, self.activations, self.recompute, self.experts = longer, activations, recompute, experts
         self.config, self.micro_batches = steps.config, steps.micro_batches
         self.shown = sorted({min(self.micro_batches, SHOWN - 1), min(self.micro_batches, SHOWN)}, reverse=True)
 
@@ -240,20 +261,26 @@ class _Planner:
         chosen = order = every
         left_out = set[GridShape]()
         if not grids:
-            order = sorted(every, key=lambda grid: (self._held(grid) > self.limit, self._seconds(grid), _order(grid)))
+            order = sorted(
+                every, key=lambda grid: (self._least_held(grid) > self.limit, self._seconds(grid), _order(grid))
+            )
             presets = [grid for name in FAMILIES for grid in [each for each in order if preset_of(each) == name][:1]]
             staged, shared = [each for each in order if each.stages > 1], [each for each in order if _sharing(each) > 1]
             left_out |= {*staged[LONGER:], *(shared[LONGER:] if len(shared) < len(order) else [])}
             order = [grid for grid in order if grid not in left_out]
             first = order[: max(top, actions // len(self.rough.step.actions))]
             chosen = [*dict.fromkeys([*first, *presets, *(grid for grid in also if not self._idle(grid))])]
-        tried, variants = list[Candidate](), [(grid, each) for grid in chosen for each in self._activations(grid)]
-        for (grid, _), candidate in zip(variants, (pool.map if pool else map)(self.fitting, *zip(*variants))):
+        tried, variants = list[Candidate](), [(*each, grid) for grid in chosen for each in self._variants(grid)]
+        folded, activations, of_grid = zip(*variants)
+        for grid, candidate in zip(of_grid, (pool.map if pool else map)(self.fitting, folded, activations)):
             tried.append(candidate)
             tell(chosen.index(grid), len(chosen), "grids")
         if all(each.why_not for each in tried):
             tried += [
-                each for grid in sorted(order, key=self._held)[:top] if grid not in chosen for each in self.tried(grid)
+                each
+                for grid in sorted(order, key=self._least_held)[:top]
+                if grid not in chosen
+                for each in self.tried(grid)
             ]
         dropped = [each for each in tried if each.why_not]
         dropped += [Candidate(grid, 0.0, preset=preset_of(grid), why_not=reason) for grid, reason in idle.items()]
@@ -267,7 +294,7 @@ class _Planner:
 
     def _why_unpriced(self, grid: GridShape, left_out: Collection[GridShape]) -> str:
         """Return the reason why a grid was not simulated. left_out: grids with an axis of which only few are."""
-        if self._held(grid) > self.limit:
+        if self._least_held(grid) > self.limit:
             return LARGER
         if grid in left_out:
             return f"only the {LONGER} fastest grids with pipe, and with seq, are priced"
@@ -285,6 +312,8 @@ class _Planner:
         ):
             if parts and parts < ranks:
                 return f"{parts:,} {what} are fewer than {axes} = {ranks:,}"
+        if not _folds(grid, self.experts):
+            return f"expert = {min(self.experts)} does not fit z and data"
         return ""
 
     def _grids(self, ranks: int, longer: Sequence[tuple[int, int]] | None = None) -> Iterator[GridShape]:
@@ -313,7 +342,11 @@ class _Planner:
 
     def _held(self, grid: GridShape) -> float:
         """Return the rough bytes on a rank."""
-        return self.rough.held(self._as_copies(grid)) / grid.stages
+        return self.rough.held(self._as_copies(grid), grid.data // grid.expert_data) / grid.stages
+
+    def _least_held(self, grid: GridShape) -> float:
+        """Return `_held` with the largest number of ranks along "expert"."""
+        return self._held(_folds(grid, self.experts)[-1])
 
     def _as_copies(self, grid: GridShape) -> GridShape:
         """Return the grid of a stage. Ranks along seq count as data, because they hold the same weights."""
@@ -327,10 +360,11 @@ class _Planner:
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
-                some = steps.of_micro_batches(self.shown[-1]).of_blocks(min(steps.blocks, 2 * FEW))
+                some, fewest = steps.of_micro_batches(self.shown[-1]), _few(steps)
+                some = some.of_blocks(min(steps.blocks, 2 * fewest))
                 more, twice = (each.of(small, node) for each in (some, some.of_rows(2 * some.rows)))
-                few = some.of_blocks(FEW).of(small, node) if steps.blocks > 2 * FEW else more
-                times, work = max(0.0, steps.blocks / FEW - 2), more.memory["work"]
+                few = some.of_blocks(fewest).of(small, node) if steps.blocks > 2 * fewest else more
+                times, work = max(0.0, steps.blocks / fewest - 2), more.memory["work"]
                 memory = {
                     kind: round(nbytes + times * (nbytes - few.memory[kind])) for kind, nbytes in more.memory.items()
                 }
@@ -341,8 +375,23 @@ class _Planner:
         raise refused
 
     def tried(self, grid: GridShape) -> list[Candidate]:
-        """Return the grid with each value of network.activations that matters on it."""
-        return [self.fitting(grid, activations) for activations in self._activations(grid)]
+        """Return the grid with each of `_variants`."""
+        return [self.fitting(*each) for each in self._variants(grid)]
+
+    def _variants(self, grid: GridShape) -> list[tuple[GridShape, str]]:
+        """Return the grid with each number of ranks along "expert", and each value of network.activations that
+        matters on it."""
+        return [(folded, activations) for folded in self._folded(grid) for activations in self._activations(grid)]
+
+    def _folded(self, grid: GridShape) -> list[GridShape]:
+        """Return the grid with the numbers of ranks along "expert" that are priced. Of the numbers that fit z and data,
+        these are the least that fits the memory by a rough estimate, the largest inside a node, and the largest."""
+        folds = _folds(grid, self.experts)
+        enough = [fold for fold in folds if self._held(fold) <= self.limit]
+        inside = (self.run or self.machine.ranks_per_node) // (grid.x * grid.y)
+        priced = {fold.expert for fold in (*enough[:1], *folds[-1:])}
+        priced |= {max((fold.expert for fold in folds if fold.expert <= inside), default=folds[-1].expert)}
+        return [fold for fold in folds if fold.expert in priced]
 
     def _activations(self, grid: GridShape) -> Sequence[str]:
         split = self.activations if grid.x * grid.y > 1 else self.activations[:1]
@@ -385,8 +434,7 @@ class _Planner:
             batches = costs[0].memory["batches"] / self.shown[0] * self.micro_batches
             return all_of_them._replace(memory={**costs[0].memory, "batches": batches})
 
-        every = steps.config.network.recompute
-        few = every if isinstance(every, int) and every > FEW else FEW  # one of them is recomputed
+        few = _few(steps)
         if steps.blocks <= 2 * few:
             return of_blocks(steps.blocks)
         return of_blocks(2 * few).further(of_blocks(few), steps.blocks / few - 2)
@@ -438,10 +486,25 @@ class _Planner:
         for _ in range(DOUBLINGS):
             ranks *= 2
             busy = (grid for grid in self._grids(ranks, self.longer[:1]) if not self._idle(grid))
-            grid = min(busy, key=lambda grid: (self._held(grid), _order(grid)))
+            grid = min(busy, key=lambda grid: (self._least_held(grid), _order(grid)))
             if not all(each.why_not for each in self.tried(grid)):
                 return f"{ranks:,} ranks are enough, as {grid}"
         return f"{ranks:,} ranks are not enough either"
+
+
+def _few(steps: DrySteps) -> int:
+    """Return the number of blocks of the smaller of two dry transformers: blocks of each kind are among them."""
+    network = steps.config.network
+    return max(FEW, network.every or 1, network.recompute if isinstance(network.recompute, int) else 1)
+
+
+def _folds(grid: GridShape, experts: Collection[int]) -> list[GridShape]:
+    """Return the grid with each of these numbers of ranks along "expert" that fits its ranks along z and data."""
+    folds = list[GridShape]()
+    for number in sorted(experts):
+        with suppress(GridError):
+            folds.append(grid.folded(number))
+    return folds
 
 
 def _sharing(grid: GridShape) -> int:

@@ -240,23 +240,24 @@ def recalled_run(comm: MPI.Intracomm, run: Path) -> Iterator[tuple[Grid, Recalle
         checkpoint, keeper = find_checkpoint(reading, run)
         with reading.collective_call("predict", str(run), always=True):
             known = recalled(checkpoint)
-        shape, data, axes = _shape(known.config, checkpoint.meta.get("grid"), comm.size)
-        with Grid(comm, shape, data, axes=axes) as grid:
+        shape, data, options = _shape(known.config, checkpoint.meta.get("grid"), comm.size)
+        with Grid(comm, shape, data, **options) as grid:
             yield grid, known, checkpoint, keeper
 
 
-def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, int]]:
-    """Return (shape, data, axes) of the run's grid if it fits the ranks, else of "ddp". saved: sizes of the
-    checkpoint's grid, if known."""
-    asked, axes = (config.grid.shape, config.grid.data), config.grid.axes
+def _shape(config: Config, saved: Any, ranks: int) -> tuple[str, int, dict[str, Any]]:
+    """Return (shape, data, further arguments) of the run's grid if it fits the ranks, else of "ddp". saved: sizes of
+    the checkpoint's grid, if known."""
+    asked, axes, expert = (config.grid.shape, config.grid.data), config.grid.axes, config.grid.expert or 1
     try:
         if config.grid.shape == AUTO:
             asked = "{x}x{y}x{z}".format(**saved), int(saved["data"])
+            expert = int(saved.get("expert", 1))
         shape = chosen_shape(*asked, axes, ranks, None, "float32", None)
-        fits = isinstance(shape, GridShape) and shape.size == ranks
+        fits = isinstance(shape, GridShape) and shape.folded(expert).size == ranks
     except (GridError, KeyError, TypeError, ValueError):
         fits = False
-    return (*asked, axes) if fits else ("ddp", 1, {})
+    return (*asked, {"axes": axes, "expert": expert}) if fits else ("ddp", 1, {})
 
 
 class Inputs:

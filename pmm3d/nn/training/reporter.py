@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..experts import Load, Router
+from ..module import Module
+from ..parameter import of_stages
 from .log import on_first
 
 
@@ -55,7 +58,8 @@ class Reporter:
         self._since, self._waited = time.perf_counter(), run.grid.ledger.total().waited
         elapsed, scale = max(1e-9, self._since - since), run.state.scale
         others = {} if run.recipe.label_smoothing else run.loader.data.of_loss(done.loss)
-        figures = {"loss": done.loss, **others, "gradient_norm": done.norm} | (
+        loads = loads_of(run.state.network)
+        figures = {"loss": done.loss, **others, "gradient_norm": done.norm, **_balance([*loads.values()])} | (
             {} if scale is None else {"loss_scale": scale.value, "skipped": scale.skipped}
         )
         self._log.step(
@@ -66,6 +70,7 @@ class Reporter:
                 "samples_per_second": rows / elapsed,
                 "waiting": max(0.0, self._waited - waited) / elapsed,
                 **{name: value for name, value in figures.items() if isfinite(value)},
+                **({"experts": {name: each.load.counts.tolist() for name, each in loads.items()}} if loads else {}),
             }
         )
 
@@ -86,3 +91,35 @@ class Reporter:
         if self._record is not None:
             self._log.say(f"resumed {facts['path']}, step {self._run.step}")
             self._record.resumed_from, self._record.retired = facts["path"], facts["retired"]
+
+
+class OfRouter(NamedTuple):
+    """Load of a router's experts in the last step. drops: whether a capacity drops tokens."""
+
+    load: Load
+    drops: bool
+
+
+def loads_of(network: Module) -> dict[str, OfRouter]:
+    """Name -> load of each router that had tokens in training, for all stages. Collective if there are several
+    stages."""
+    own = {
+        name: OfRouter(module.last, module.capacity is not None and module.choice == "tokens")
+        for name, module in network.named_modules()
+        if isinstance(module, Router) and module.last is not None
+    }
+    return {name: load for stage in of_stages(network, own) for name, load in stage.items()}
+
+
+def _balance(loads: Sequence[OfRouter]) -> dict[str, float]:
+    """Figures of the loads: the largest number of tokens of an expert over the mean; with a capacity, the share of the
+    assignments that it dropped; with losses of routers, their sum. No figures without tokens."""
+    totals = [int(each.load.counts.sum()) for each in loads]
+    if not totals or not min(totals):
+        return {}
+    figures = {"imbalance": max(float(each.load.counts.max() / each.load.counts.mean()) for each in loads)}
+    if any(each.drops for each in loads):
+        figures["dropped"] = sum(each.load.dropped for each in loads) / sum(totals)
+    if penalty := sum(each.load.penalty for each in loads):
+        figures["router_loss"] = penalty
+    return figures

@@ -6,11 +6,14 @@ from dataclasses import replace
 from math import ceil
 
 from ...action import UPDATE
-from ...layout import AXES, GridShape
+from ...layout import AXES, EXPERT_DATA, EXPERT_Z, GridShape
 from ...model.machines import Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks
 from .dry_step import Step
+
+SAME = {EXPERT_Z: "z", EXPERT_DATA: "data", **{axis: axis for axis in AXES}}
+"""Axis of the small grid, which shares no experts -> the axis with the same ranks."""
 
 
 class ScaledStep:
@@ -37,22 +40,25 @@ class ScaledStep:
             elif action.what == "pass":
                 part = x * y * z if updates else rows * (x + y) / 2
                 scaled.nbytes = round(part * action.nbytes)
-            elif action.what == "begin" and action.axis in AXES:
-                size = getattr(grid, action.axis)
-                part = {"x": y * rows, "y": x * rows, "z": x * y, "data": x * y * z}[action.axis]
+            elif action.what == "begin" and action.axis in SAME:
+                size = getattr(grid, SAME[action.axis])
+                part = {"x": y * rows, "y": x * rows, "z": x * y, "data": x * y * z}[SAME[action.axis]]
                 part *= 2 * (size - 1) / size
                 scaled.sent, scaled.received = round(part * action.sent), round(part * action.received)
         groups = groups_of(grid, self.machine.ranks_per_node, self.run)
         return simulate(tasks(self._scaled, self.machine, groups)).seconds
 
-    def held(self, grid: GridShape) -> float:
+    def held(self, grid: GridShape, apart: int = 1) -> float:
         """Return bytes on a rank: weights, gradients, states of the optimizer and copies for a checkpoint; activations;
-        and other work memory, which grows with gathered weights."""
+        and other work memory, which grows with gathered weights. apart: ranks along data with different experts."""
         x, y, z, data = self._shares(grid)
-        parts = sum(self.step.memory.get(kind, 0) for kind in ("weights", "gradients", "state", "copies"))
+        weights, experts = (self.step.memory.get(kind, 0) for kind in ("weights", "experts"))
+        share = experts / max(1, experts + weights)
+        parts = weights + experts + sum(self.step.memory.get(kind, 0) for kind in ("gradients", "state", "copies"))
+        own = parts * (1 - share * (1 - 1 / apart))
         activations = z * data * (x + y) / 2 * self.activations
         gathered = x * y * (1 - self.activations) * (1.0 if grid.z > 1 else 0.5)
-        return x * y * z * parts + (activations + gathered) * self.step.memory["work"]
+        return x * y * z * own + (activations + gathered) * self.step.memory["work"]
 
     def _shares(self, grid: GridShape) -> list[float]:
         """Return, for each axis, the size of a part divided by its size on the small grid."""

@@ -11,6 +11,7 @@ from ...errors import needs
 from ...layout import PIPE, SEQ, ULYSSES
 from ...text import names_in_words
 from ..optim import KINDS, Optimizer, Option
+from ..transformer.names import mixture_problem
 from ..transformer.scaling import RotaryScaling
 from .described import WIDEST
 from .fields import (
@@ -63,6 +64,10 @@ class GridSection(Section):
     ulysses: Count = 1
     """ranks along ulysses, which share the tokens of a sequence and exchange heads; choose ranks of one node. With seq,
     attention is distributed in two dimensions"""
+    expert: Count | None = None
+    """ranks that share the experts of a network (network.experts), which are ranks along z and data: a divisor of the
+    ranks along z, or their number times a divisor of data. It divides network.experts. Left out: 1; auto and plans
+    choose the number"""
     pipe: Count = 1
     """ranks along pipe. Each holds a stage, which is a part of the layers. shape and data are the grid of a stage"""
     schedule: Table | None = None
@@ -216,8 +221,9 @@ class NetworkSection(Section):
     """columns of a head (gpt, llama: hidden / heads if left out)"""
     qkv_bias: bool | None = default_of(llama=False)
     """whether queries, keys and values have biases, as in Qwen 2 (llama: false if left out)"""
-    qk_norm: bool | None = default_of(llama=False)
-    """whether each head of queries and keys is normalized, as in Qwen 3 (llama: false if left out)"""
+    qk_norm: bool | Literal["all"] | None = default_of(llama=False, values='true, false, or "all"')
+    """whether each head of queries and keys is normalized, as in Qwen 3; all: all heads together, as in OLMoE (llama:
+    false if left out)"""
     mlp: Width | None = of_tokens(None)
     """columns between the layers of a block's MLP (if left out, gpt: 4 times hidden; llama: 8/3 of hidden, up to a
     multiple of 64)"""
@@ -239,6 +245,34 @@ class NetworkSection(Section):
     """added to the mean square, or to the variance, in norms (gpt, llama: 1e-05 if left out)"""
     tied: bool | None = default_of(gpt=True, llama=False)
     """whether the last layer's weight is that of the embedding (if left out, gpt: true; llama: false)"""
+    experts: Annotated[int, Field(ge=0, le=WIDEST)] | None = of_tokens(0)
+    """number of experts of a mixture, in place of the MLP of a block; 0: an MLP (gpt, llama: 0 if left out)"""
+    top_k: Width | None = of_tokens(None)
+    """number of experts of a token (gpt, llama: 2 if left out)"""
+    expert_mlp: Width | None = of_tokens(None)
+    """columns between the layers of an expert (gpt, llama: those of mlp if left out)"""
+    every: Width | None = of_tokens(1)
+    """blocks from mixture to mixture, at most layers: with 2, every second block has experts (gpt, llama: 1 if left
+    out)"""
+    shared: Annotated[int, Field(ge=0, le=WIDEST)] | None = of_tokens(0)
+    """columns between the layers of an expert for all tokens; 0: there is none (gpt, llama: 0 if left out)"""
+    shared_gate: bool | None = of_tokens(False)
+    """whether the shared expert has a gate, as in Qwen2-MoE (gpt, llama: false if left out)"""
+    scores: Literal["softmax", "sigmoid"] | None = of_tokens("softmax")
+    """function of the router's logits (gpt, llama: softmax if left out)"""
+    normalize: bool | None = of_tokens(None)
+    """whether the weights of a token's experts are divided by their sum (gpt, llama: true unless top_k is 1, if left
+    out)"""
+    capacity: Positive | None = of_tokens(None)
+    """in training, largest number of tokens of an expert, as a factor of the mean; tokens above it are dropped.
+    Validations and predictions drop none (gpt, llama: no limit if left out)"""
+    balance: Annotated[float, Field(ge=0)] | None = of_tokens(None)
+    """factor of the loss that balances the experts (gpt, llama: 0.01 if left out; 0 with bias_rate)"""
+    z_loss: Annotated[float, Field(ge=0)] | None = of_tokens(0.0)
+    """factor of the loss that keeps the router's logits small (gpt, llama: 0.0 if left out)"""
+    bias_rate: Annotated[float, Field(ge=0)] | None = of_tokens(0.0)
+    """change of a router's biases in each step, which balances the experts without a loss, as in DeepSeek-V3 (gpt,
+    llama: 0.0 if left out)"""
     order: Literal["plain", "zigzag", "striped"] | None = of_tokens("plain")
     """order of the tokens of a sequence that ranks along seq share: zigzag gives them equal work (gpt, llama: plain if
     left out)"""
@@ -284,6 +318,12 @@ class NetworkSection(Section):
             raise ValueError(
                 "replay is for a network of build: leave it out, because other networks are replayed anyway"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _mixture_fits(self) -> NetworkSection:
+        if self.of_tokens and self.build is None and (problem := mixture_problem(self.model_dump())):
+            raise ValueError(problem)
         return self
 
     @field_validator("rotary_scaling")

@@ -21,12 +21,14 @@ from ...arrays import Array
 from ...comm import Grid, Pending
 from ...product import DistMatrix
 from ..compute import override
+from ..experts import Router
 from ..optim import Optimizer
 from ..parameter import Parameter
 from ..pipeline import PipelineError, PipelineSchedule
-from ..pipeline.executor import Executor, LossOf
+from ..pipeline.executor import Executor, LossOf, share_of
 from ..pipeline.network import Pipeline
 from ..pipeline.table import PipelineAction
+from ..recorded_steps import hooks_of
 from ..tape import Tape
 from .evaluation import Batch, Loss, local_loss
 from .step import step_agreement, weighted
@@ -120,7 +122,8 @@ def train_stale(
     batches : sequence of (x, y)
         Micro-batches. The pipeline is filled at the start and emptied at the end, so pass many of them.
     rule : PipeDream, DoubleBuffered or HetPipe
-        Versions are counted from the start of the call.
+        Versions are counted from the start of the call. HetPipe refuses routers with a `bias_rate`, because workers do
+        not exchange changes of `after_step`.
 
     Returns
     -------
@@ -132,7 +135,13 @@ def train_stale(
     PipelineError
         On every rank, for a rule out of range, for a number of micro-batches that is no multiple of a batch (HetPipe:
         of a wave), for several stages on a rank, for weights that stages share, for a table in which the weights of the
-        rule are not ready in time, and for a grid of workers of another shape.
+        rule are not ready in time, for a grid of workers of another shape, and for HetPipe with a `bias_rate`.
+
+    Notes
+    -----
+    Losses of routers are weighted by the micro-batch's share of the rows of its batch. `after_step` of each module is
+    called after each change of its stage. A router's biases then change by the tokens of the forward passes since the
+    change before.
     """
     if rule.every < 1 or (isinstance(rule, HetPipe) and rule.distance < 0):
         raise PipelineError(
@@ -149,6 +158,12 @@ def train_stale(
         )
     _check_versions(table, rule, depth)
     if isinstance(rule, HetPipe):
+        with network.parent_grid.collective_call("HetPipe", always=True):
+            for module in network.stages.values():
+                if any(isinstance(each, Router) and each.bias is not None for _, each in module.named_modules()):
+                    raise PipelineError(
+                        "HetPipe: workers do not exchange the biases of routers. Use balance in place of bias_rate"
+                    )
         workers = rule.workers
         with workers.collective_call("HetPipe", len(batches), rule.distance):
             if workers.shape.data != workers.size:  # the changes of the others would not arrive
@@ -201,9 +216,14 @@ class _StaleExecutor(Executor):
         super().__init__(network, inputs)
         self._optimizer, self._rule, self._depth, self._done = optimizer, rule, network.depth, 0
         ((self._stage, module),) = network.stages.items()
+        self._hooks = hooks_of(module)
         self._parameters = [each for each in module.parameters() if each.requires_grad]
         self._versions = {0: [(each._stored, each.version) for each in self._parameters]}
         self._waves = _Waves(rule, self._parameters) if isinstance(rule, HetPipe) else None
+
+    def _share(self, micro: int) -> float:
+        number, first = micro % self._rule.every, micro - micro % self._rule.every
+        return share_of(self._inputs[first : first + self._rule.every], number)
 
     def _starts_all_reduce(self, action: PipelineAction) -> bool:
         return action.kind in ("B", "W") and (action.micro + 1) % self._rule.every == 0
@@ -229,6 +249,8 @@ class _StaleExecutor(Executor):
         self._optimizer.step()
         if self._waves is not None and micros % self._depth == 0:
             self._waves.end(micros == len(self._inputs))
+        for after_step in self._hooks:
+            after_step(True)
         self._done += 1
         self._versions[self._done] = [(each._stored, each.version) for each in self._parameters]
         oldest = min(self._done, self._rule.version(micros, self._stage, self._depth))

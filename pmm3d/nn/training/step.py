@@ -107,12 +107,14 @@ def weighted(grid: Grid, loss: Loss, batches: Sequence[Batch]) -> LossOf:
 
 
 def local_norm_squared(network: Module, optimizer: Optimizer) -> Square:
-    """Return this rank's part of the square of the norm. For a Pipeline, return an array with the square for each
-    parameter of the whole network: then the order of the sum does not depend on the cut."""
-    if not isinstance(network, Pipeline):
+    """Return this rank's part of the square of the norm. For a Pipeline, and for a network with experts, return an
+    array with the square for each parameter of the whole network. Then the order of the sum does not depend on the cut.
+    With one rank along z, it does not depend on the number of ranks that share the experts either."""
+    if not isinstance(network, Pipeline) and not optimizer._has_experts:
         return optimizer._local_norm_squared()
     named, squares = network.named_parameters(), optimizer._own_squares()
-    return np.array([float(squares.get(named[name], 0.0)) if name in named else 0.0 for name in network.all_names])
+    names = network.all_names if isinstance(network, Pipeline) else [*named]
+    return np.array([float(squares.get(named[name], 0.0)) if name in named else 0.0 for name in names])
 
 
 def train_step(
@@ -196,12 +198,16 @@ def train_step(
             optimizer.step(factor=clipping(norm, clip), keep_gradients=keep_gradients)
             if ema is not None:
                 ema.update()
+        for after_step in replays.hooks:
+            after_step(True)
         return value, norm
     try:
         with grid.ledger.part("optimizer"):
             taken = scale._conclude([optimizer], norm if isfinite(value) else value, clip, keep_gradients)
             if taken and ema is not None:
                 ema.update()
+        for after_step in replays.hooks:
+            after_step(taken)
     except NonFiniteGradientError as error:
         where = first_non_finite(network, inputs)
         raise NonFiniteGradientError(f"{error}. In the forward pass: {where}") from None

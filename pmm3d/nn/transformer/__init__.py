@@ -1,7 +1,8 @@
 """Transformers: embedding, attention, blocks, networks, generation, and sequences that several ranks share."""
 
+from ..feed_forward import FeedForward
 from .attention import attention
-from .blocks import Attention, FeedForward, TransformerBlock
+from .blocks import Attention, TransformerBlock
 from .embedding import Embedding, embedding
 from .generate import generate
 from .networks import GPT, Encoder, Llama

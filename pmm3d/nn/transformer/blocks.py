@@ -7,13 +7,15 @@ from math import gcd, ulp
 from typing import Any
 
 from ...comm import Grid, call
-from ...errors import LayoutError, Pmm3dError
+from ...errors import LayoutError, Pmm3dError, hint
 from ...layout import Layout, natural, real
 from ...layout.layout import layout_of
 from ...product.constructors import Library
 from .. import functional
-from ..arithmetic import add, multiply
+from ..arithmetic import add
 from ..dense import OTHER
+from ..experts.layer import MoE
+from ..feed_forward import FeedForward, scaled_deviation
 from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
 from ..module import Module
 from ..parts import split
@@ -29,9 +31,11 @@ from .sequence import chosen
 
 POSITIVE = ulp(0.0)
 """Smallest positive number."""
+ALL_HEADS = "all"
+"""Value of qk_norm for a norm of all heads together."""
+OF_MIXTURE = "experts", "top_k", "inner", "shared", "shared_gate", "router"
+"""Arguments of `MoE` that a block with experts has."""
 NORMS = {"layer": LayerNorm, "rms": RMSNorm}
-GATE_UNIT = 64
-"""Largest number of adjacent columns of a gate."""
 
 
 class CoreAttention(Module):
@@ -108,8 +112,9 @@ class Attention(Module):
         Whether projections have a bias. Default: True.
     qkv_bias : bool or None
         Whether the projection to queries, keys and values has a bias. Default: `bias`.
-    qk_norm : bool
-        Whether each head of queries and of keys is normalized by an `RMSNorm`, before the rotation. Default: False.
+    qk_norm : bool or str
+        Whether each head of queries and of keys is normalized by an `RMSNorm`, before the rotation; "all": all heads
+        together. Default: False.
     eps : float
         Term that these norms add to the mean square. Default: 1e-6.
     dropout : float
@@ -147,7 +152,8 @@ class Attention(Module):
     gathered: each rank receives (Gx-1)/Gx of 2 kv_heads head_dim columns.
 
     With `qk_norm`, `q_norm.gain` and `k_norm.gain` are (1, head_dim). All ranks hold them, and all heads share them.
-    The norms send nothing. Their gradients are also summed over x.
+    The norms send nothing. Their gradients are also summed over x. With "all", they have a number for each column of
+    the queries, or of the keys, and the norms sum over x.
 
     Examples
     --------
@@ -175,7 +181,7 @@ class Attention(Module):
         rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         bias: bool = True,
         qkv_bias: bool | None = None,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         eps: float = 1e-6,
         dropout: float = 0.0,
         recompute: bool = False,
@@ -190,9 +196,7 @@ class Attention(Module):
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
         size = head_size("Attention", hidden, heads, kv_heads, head_dim)
-        for name, given in ("qkv_bias", bias if qkv_bias is None else qkv_bias), ("qk_norm", qk_norm):
-            if given not in (True, False):
-                raise LayoutError(f"Attention: {name} is true or false; got {given!r}")
+        check_switches("Attention", qk_norm, qkv_bias=bias if qkv_bias is None else qkv_bias)
         if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; a head has {size} columns")
         if rotary_base is not None:
@@ -225,9 +229,13 @@ class Attention(Module):
         )
         norms = list[RMSNorm]()
         if qk_norm:
+            together = qk_norm == ALL_HEADS
             self.q_norm, self.k_norm = norms = [
-                RMSNorm(grid, number * size, eps, unit=size, **options) for number in (heads, kv_heads)
+                RMSNorm(grid, number * size, eps, unit=None if together else size, **options)
+                for number in (heads, kv_heads)
             ]
+            for norm, unit in zip(norms, self.turns if together else ()):
+                norm._assign_layout(Layout((), "x", units=(1, unit)), set())
         core = CoreAttention(
             grid,
             size,
@@ -250,7 +258,7 @@ class Attention(Module):
             activations=activations,
             cols="x",
             seed=derived(seed, 2),
-            deviation=_scaled("Attention", deviation, residual),
+            deviation=scaled_deviation("Attention", deviation, residual),
             **options,
         )
 
@@ -272,11 +280,13 @@ class Attention(Module):
         return "sharded" if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
 
 
-def _scaled(layer: str, deviation: float | None, residual: float) -> float | None:
-    """Deviation of a weight whose result is added to the residual stream. Raises Pmm3dError for a factor of None."""
-    if deviation is None and residual != 1:
-        raise Pmm3dError(f"{layer}: residual={residual} multiplies deviation, which is None. Pass deviation too")
-    return None if deviation is None else deviation * residual
+def check_switches(what: str, qk_norm: Any, error: type[Exception] = LayoutError, **switches: Any) -> None:
+    """Raise `error` for values that are neither true nor false, except "all" for qk_norm."""
+    for name, given in switches.items():
+        if given not in (True, False):
+            raise error(f"{what}: {name} is true or false; got {given!r}")
+    if qk_norm not in (True, False, ALL_HEADS):
+        raise error(f'{what}: qk_norm is true or false; got {qk_norm!r}. "{ALL_HEADS}" is for a norm of all heads')
 
 
 def head_size(
@@ -315,99 +325,6 @@ def _with_uncut_heads(x: Tensor, size: int) -> Tensor:
     return relayout(x, layout_of(x.layout.rows, axes, (), (unit, size if axes else 1)))
 
 
-class FeedForward(Module):
-    """MLP of a transformer: down(activation(up x)), or gated, down(activation(gate x) * up x) (Shazeer 2020).
-
-    Parameters
-    ----------
-    grid : Grid
-        The grid of the parameters.
-    hidden, inner : int
-        Columns of the input and of the result, and columns between the layers.
-    activation : callable or str
-        A function such as nn.gelu, or its name. Default: "gelu_tanh".
-    gated : bool
-        Whether there is a gate. The columns of `up` then alternate between gate and factor. Default: False.
-    bias, activations, deviation, residual, seed, **options
-        As in `Attention`, for `up` and `down`.
-
-    Examples
-    --------
-    >>> from pmm3d import Grid, nn
-    >>> with Grid(shape="ddp") as grid:
-    ...     nn.FeedForward(grid, 8, 32).size, nn.FeedForward(grid, 8, 32, gated=True, bias=False).size
-    (552, 768)
-    """
-
-    replays = True
-
-    def __init__(
-        self,
-        grid: Grid,
-        hidden: int,
-        inner: int,
-        activation: Layer | str = "gelu_tanh",
-        *,
-        gated: bool = False,
-        bias: bool = True,
-        activations: str = "replicated",
-        deviation: float | None = None,
-        residual: float = 1.0,
-        seed: int | None = None,
-        **options: Any,
-    ):
-        check_grid("FeedForward", grid)
-        check_sizes("FeedForward", hidden=hidden, inner=inner)
-        self.grid = grid
-        self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
-        self.unit = gate_unit(inner) if gated else 0
-        seed = seed_of(grid, seed)
-        self.up = Linear(
-            grid,
-            hidden,
-            inner * (1 + gated),
-            bias,
-            unit=2 * self.unit or 1,
-            activations=activations,
-            deviation=deviation,
-            seed=derived(seed, 0),
-            **options,
-        )
-        self.down = Linear(
-            grid,
-            inner,
-            hidden,
-            bias,
-            activations=activations,
-            cols="x",
-            seed=derived(seed, 1),
-            deviation=_scaled("FeedForward", deviation, residual),
-            **options,
-        )
-
-    def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
-        between = self.up._assign_layout(columns, placed)
-        if between is not None and self.unit:
-            between = Layout((), between.cols, units=(1, self.unit))
-        return self.down._assign_layout(between, placed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if not self.unit:
-            return self.down(self.activation(x))
-        gate, factor = split(x, [self.unit, self.unit])
-        return self.down(multiply(self.activation(gate), factor))
-
-
-def gate_unit(inner: int) -> int:
-    """Number of adjacent columns of the gate, the largest divisor of `inner` up to 64.
-
-    >>> gate_unit(1376), gate_unit(24)
-    (43, 24)
-    """
-    return max(unit for unit in range(1, min(GATE_UNIT, inner) + 1) if inner % unit == 0)
-
-
 class TransformerBlock(Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -424,7 +341,10 @@ class TransformerBlock(Module):
     norm, eps
         "layer" (default) or "rms", and eps of all norms. Default of `eps`: 1e-5.
     bias
-        As in `Attention`.
+        As in `Attention`. Experts have no biases.
+    experts : mapping or None
+        Arguments of a mixture of experts (`MoE`) in place of the MLP: `experts`, and with defaults `top_k`, `inner`
+        (default: `mlp`), `shared`, `shared_gate` and `router`. Default: an MLP.
     dropout : float
         Dropout probability of the softmax weights, and of both results before their additions. Default: 0.
     activations, deviation, residual, seed, dtype, library, precision
@@ -435,7 +355,7 @@ class TransformerBlock(Module):
     Raises
     ------
     LayoutError, Pmm3dError
-        As in `Attention`, and for an unknown norm.
+        As in `Attention`, for an unknown norm, and for other keys of `experts`.
 
     Notes
     -----
@@ -463,6 +383,7 @@ class TransformerBlock(Module):
         norm: str = "layer",
         eps: float = 1e-5,
         bias: bool = True,
+        experts: Mapping[str, Any] | None = None,
         dropout: float = 0.0,
         activations: str = "replicated",
         deviation: float | None = None,
@@ -476,24 +397,24 @@ class TransformerBlock(Module):
         check_grid("TransformerBlock", grid)
         if norm not in NORMS:
             raise Pmm3dError(f'TransformerBlock: norm must be "layer" or "rms", got {norm!r}')
+        check_switches("TransformerBlock", False, gated=gated, bias=bias)
+        mixture = None if experts is None else _checked_mixture(experts)
         self.grid = grid
         seed = seed_of(grid, seed)
         options: dict[str, Any] = {"dtype": dtype, "library": library, "precision": precision}
-        layers: dict[str, Any] = {
-            "bias": bias,
-            "activations": activations,
-            "deviation": deviation,
-            "residual": residual,
-            **options,
-        }
+        layers: dict[str, Any] = {"activations": activations, "deviation": deviation, "residual": residual, **options}
         self.norm1 = NORMS[norm](grid, hidden, eps, **options)
         self.attention = Attention(
-            grid, hidden, heads, dropout=dropout, seed=derived(seed, 0), eps=eps, **layers, **attention
+            grid, hidden, heads, bias=bias, dropout=dropout, seed=derived(seed, 0), eps=eps, **layers, **attention
         )
         self.norm2 = NORMS[norm](grid, hidden, eps, **options)
-        self.mlp = FeedForward(
-            grid, hidden, 4 * hidden if mlp is None else mlp, activation, gated=gated, seed=derived(seed, 1), **layers
-        )
+        mlp = 4 * hidden if mlp is None else mlp
+        layers |= {"activation": activation, "gated": gated, "seed": derived(seed, 1)}
+        self.mlp: FeedForward | MoE
+        if mixture is None:
+            self.mlp = FeedForward(grid, hidden, mlp, bias=bias, **layers)
+        else:
+            self.mlp = MoE(grid, hidden, **{"inner": mlp, **layers, **mixture})
         self.drop1, self.drop2 = (Dropout(grid, dropout, derived(seed, 2 + index)) for index in range(2))
 
     def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
@@ -506,3 +427,20 @@ class TransformerBlock(Module):
         x = add(x, self.drop1(self.attention(self.norm1(x), *documents)))
         x = add(x, self.drop2(self.mlp(self.norm2(x))))
         return (x, *documents) if documents else x
+
+
+def _checked_mixture(given: Any) -> dict[str, Any]:
+    """Arguments of `MoE`, from those of a block. Raises Pmm3dError."""
+    if not isinstance(given, Mapping) or "experts" not in given:
+        raise Pmm3dError(
+            "TransformerBlock: experts is a mapping with the key experts, the number of experts, such as "
+            f'{{"experts": 8, "top_k": 2}}; got {given!r}'
+        )
+    for key in given:
+        if key not in OF_MIXTURE:
+            raise Pmm3dError(
+                f"TransformerBlock: experts has no key {key!r}{hint(str(key), OF_MIXTURE)}. Arguments of the Router, "
+                'such as capacity, are in the mapping with the key router: {"router": {"capacity": 1.25}}'
+            )
+    check_switches("TransformerBlock: experts", False, shared_gate=given.get("shared_gate", False))
+    return {**given}

@@ -29,6 +29,11 @@ class Published(Sequential):
         """Published names of tensors for files of this network. See `exchange.export_torch`."""
         return names_of(self.architecture) if self.kind else {}
 
+    @property
+    def misfit(self) -> str:
+        """Reason why the network has no published names, or ""."""
+        return self.architecture.misfit if self.kind else ""
+
     @staticmethod
     def facts_in_config(path: Path) -> dict[str, Any]:
         """Settings of a stored network that no shape shows, for `nn.exchange.load_weights`. Sends nothing.
@@ -76,7 +81,7 @@ class Published(Sequential):
         names : str
             Names of the tensors: "gpt2", "llama", "torch", or "auto" (default) for the names in the file.
         options
-            Further arguments of the network, such as `library`, `precision`, `activations`, `recompute`.
+            Further arguments of the network, such as `library`, `precision`, `activations`, `recompute`, `capacity`.
 
         Returns
         -------
@@ -86,7 +91,7 @@ class Published(Sequential):
         Raises
         ------
         CheckpointError
-            On every rank, if the file contains another network or no configuration.
+            On every rank, if the file contains another network or no configuration, or another value of an option.
         """
         of = read_architecture(grid, path)
         with grid.collective_call("load", str(path)):
@@ -95,7 +100,13 @@ class Published(Sequential):
                     f"{path} contains a network of model_type {of.kind!r}, not an nn.{cls.__name__}. "
                     f"Use nn.{KINDS[of.kind]}.load"
                 )
-        make: Callable[..., Any] = partial(cls, **of.options, **options)
+            for name in sorted(options.keys() & of.options.keys()):
+                if options[name] != of.options[name]:
+                    raise CheckpointError(
+                        f"{path} contains a network with {name} = {of.options[name]!r}, not {options[name]!r}. Leave "
+                        f"{name} out"
+                    )
+        make: Callable[..., Any] = partial(cls, **{**options, **of.options})
         network: Module = Pipeline(grid, make) if grid._has_stages else make(grid)
         import_torch(network, path, names=names)
         return network

@@ -1,9 +1,9 @@
-"""Names of tensors, and configurations, in files of GPT-2, Llama, Mistral and Qwen of the transformers package."""
+"""Names of tensors, and configurations, in files of the transformers package, of GPT-2 and of networks like Llama."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import CheckpointError, LayoutError
@@ -11,26 +11,48 @@ from ...layout import natural, offsets, real
 from ...text import names_in_words
 from ..exchange import Columns, Names, Stored
 from ..facts import LAYERS, fact
-from .blocks import POSITIVE, gate_unit, head_size, qkv_turns
+from ..feed_forward import gate_unit
+from .blocks import ALL_HEADS, POSITIVE, check_switches, head_size, qkv_turns
 from .scaling import ORIGINAL, RotaryScaling
 
-KINDS = {"gpt2": "GPT", "llama": "Llama", "mistral": "Llama", "qwen2": "Llama", "qwen3": "Llama"}
-"""model_type in a config.json -> class in pmm3d.nn. Files of Mistral and Qwen use the names of Llama."""
-MODELS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""model_type -> beginning of the name of the package's class."""
+MODELS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+}
+"""model_type of files that use the names of Llama -> beginning of the name of the package's class."""
+KINDS = {"gpt2": "GPT", **dict.fromkeys(MODELS, "Llama")}
+"""model_type in a config.json -> class in pmm3d.nn."""
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Name endings of masks and frequencies in older files. They are computed here."""
 HEAD = "lm_head.weight"
 ROTARY = "rope_scaling", "rope_parameters"
 """Keys of config.json with settings of rotary positions, of which the second is that of newer files."""
+OTHER_EXPERTS = "num_local_experts"
+"""Key of config.json with the number of experts in files of some versions of the package."""
+WINDOWED = "mistral", "mixtral"
+"""model_type of files whose key sliding_window has an effect."""
 LAYERS_OF_FILE = "layer_types"
 """Key of config.json with a list of the kind of attention of each layer."""
 EPS, ROTARY_BASE = 1e-5, 10000.0
 """Defaults of norms and of rotary positions."""
 
-OPTIONAL = "positions", "mlp", "window"
+OPTIONAL = "positions", "mlp", "window", "top_k", "expert_mlp"
 """Fields of `Architecture` that can be None: no limit, or the default."""
-SWITCHES = "tied", "qkv_bias", "qk_norm"
+SWITCHES = "tied", "qkv_bias", "shared_gate"
+NONE_OR_MORE = "experts", "shared"
+"""Fields of `Architecture` that can be 0."""
+MIXTURE = "top_k", "expert_mlp", "every", "shared", "shared_gate", "scores", "normalize", "bias_rate"
+"""Fields of `Architecture` for a mixture of experts."""
+OF_ROUTER = "capacity", "balance", "z_loss"
+"""Arguments of a network for the routers of a mixture, besides these fields."""
+TOP_K, BALANCE = 2, 0.01
+"""Defaults of a mixture: experts of a token, and factor of the balance loss (that of Switch Transformers)."""
 OF_LLAMA = "rotary_base", "rotary_scaling", "qkv_bias", "qk_norm"
 """Fields of `Architecture` that are arguments of `nn.Llama` only."""
 
@@ -52,8 +74,17 @@ class Architecture(NamedTuple):
     rotary_base: float = ROTARY_BASE
     rotary_scaling: RotaryScaling | None = None
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     window: int | None = None
+    experts: int = 0
+    top_k: int | None = None
+    expert_mlp: int | None = None
+    every: int = 1
+    shared: int = 0
+    shared_gate: bool = False
+    scores: str = "softmax"
+    normalize: bool | None = None
+    bias_rate: float = 0.0
 
     @classmethod
     def checked(
@@ -71,17 +102,21 @@ class Architecture(NamedTuple):
                 made.pop(field, None)
         for field, value in [*made.items()]:
             name = f"{what}: {names.get(field, field)}"
-            if field == "eps":
+            if field in ("eps", "bias_rate"):
                 made[field] = real(value, f"{name} is a number of at least 0", 0, error)
             elif field == "rotary_base":
                 made[field] = real(value, f"{name} is a positive number", POSITIVE, error)
             elif field == "rotary_scaling":
                 made[field] = RotaryScaling.of(value, name, made["positions"], error)
-            elif field in SWITCHES:
-                if value not in (True, False):
-                    raise error(f"{name} is true or false; got {value!r}")
+            elif field in SWITCHES or (field == "normalize" and value is not None):
+                check_switches(what, False, error, **{names.get(field, field): value})
                 made[field] = bool(value)
-            elif field != "kind" and (value is not None or field not in OPTIONAL):
+            elif field == "qk_norm":
+                check_switches(what, value, error)
+                made[field] = value if value == ALL_HEADS else bool(value)
+            elif field in NONE_OR_MORE:
+                made[field] = natural(value, f"{name} is a whole number, at least 0", 0, error)
+            elif field not in ("kind", "scores", "normalize") and (value is not None or field not in OPTIONAL):
                 made[field] = natural(value, f"{name} is a whole number, at least 1", 1, error)
         hidden = made["hidden"]
         made.setdefault("kv_heads", made["heads"])
@@ -90,7 +125,34 @@ class Architecture(NamedTuple):
             name = f"{what}: {names.get('rotary_scaling', 'rotary_scaling')}"
             scaling.check(made["head_dim"], made["rotary_base"], name, error)
         made["mlp"] = made["mlp"] or (64 * -(-hidden // 24) if made["kind"] == "llama" else 4 * hidden)
-        return cls(**made)
+        return cls(**made)._with_mixture(what, names, error)
+
+    def _with_mixture(self, what: str, names: Mapping[str, str], error: type[Exception]) -> Architecture:
+        """The same with defaults of a mixture of experts. Raises `error` for settings of a mixture without experts."""
+        if problem := mixture_problem(self._asdict(), names):
+            raise error(f"{what}: {problem}")
+        if not self.experts:
+            return self
+        top_k = TOP_K if self.top_k is None else self.top_k
+        normalize = top_k > 1 if self.normalize is None else self.normalize
+        return self._replace(top_k=top_k, expert_mlp=self.expert_mlp or self.mlp, normalize=normalize)
+
+    def is_mixture(self, index: int) -> bool:
+        """Whether the block with this index, counted from 0, has a mixture of experts."""
+        return self.experts > 0 and (index + 1) % self.every == 0
+
+    def mixture(self, what: str, *, balance: float | None, **router: Any) -> dict[str, Any]:
+        """Arguments of `MoE` for the mixtures of a network. balance, router: arguments of its `Router`.
+
+        Raises LayoutError for arguments of a router without experts. what: the network.
+        """
+        if problem := mixture_problem({"experts": self.experts, "balance": balance, **router}):
+            raise LayoutError(f"{what}: {problem}")
+        if balance is None:
+            balance = 0.0 if self.bias_rate else BALANCE
+        router |= {name: getattr(self, name) for name in ("bias_rate", "scores", "normalize")} | {"balance": balance}
+        sizes = {name: getattr(self, name) for name in ("experts", "top_k", "shared", "shared_gate")}
+        return {**sizes, "inner": self.expert_mlp, "router": router}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,21 +163,93 @@ class Architecture(NamedTuple):
     @property
     def model_type(self) -> str:
         """model_type of a config.json, or "" if no network of the transformers package is like this one."""
+        return "" if self.misfit else self._nearest
+
+    @property
+    def _nearest(self) -> str:
+        """model_type of the network of the transformers package that is the most like this one."""
         if self.kind != "llama":
-            sizes = self.kv_heads, self.head_dim * self.heads, self.window
-            return self.kind if sizes == (self.heads, self.hidden, None) else ""
-        kinds = {
-            (False, False, False): "" if self.hidden % self.heads else "llama",  # which the package refuses
-            (True, False, False): "mistral",
-            (False, True, False): "qwen2",
-            (False, False, True): "qwen3",
-        }
-        return kinds.get((self.window is not None, self.qkv_bias, self.qk_norm), "")
+            return self.kind
+        if self.experts:
+            if self.shared or self.qkv_bias:
+                return "qwen2_moe"
+            return {ALL_HEADS: "olmoe", True: "qwen3_moe"}.get(self.qk_norm, "mixtral")
+        if self.window is not None:
+            return "mistral"
+        return "qwen2" if self.qkv_bias else "qwen3" if self.qk_norm else "llama"
+
+    @property
+    def misfit(self) -> str:
+        """The first field that no network of the transformers package has, with its value; or ""."""
+        of, model = self, self._nearest
+        fitting: dict[str, Any] = {"window": None, "qkv_bias": False, "qk_norm": False}
+        if model == "gpt2":
+            fitting = {"experts": 0, "window": None, "kv_heads": of.heads}
+        elif of.experts:
+            fitting |= {"scores": "softmax", "bias_rate": 0.0, "shared": 0}
+        if model in WINDOWED:
+            del fitting["window"]
+        if model in ("qwen2", "qwen2_moe"):
+            fitting["qkv_bias"] = True
+        if model == "qwen2_moe":
+            fitting |= {"shared": of.shared or "a number of columns", "shared_gate": True}
+        if model in ("qwen3", "qwen3_moe"):
+            fitting["qk_norm"] = True
+        if model == "olmoe":
+            fitting["qk_norm"] = ALL_HEADS
+        if model in ("mixtral", "olmoe"):
+            fitting["every"] = 1
+        if model == "mixtral":
+            fitting["normalize"] = True
+        if model in ("gpt2", "llama", "olmoe", "qwen2_moe") and of.hidden % of.heads:  # which the package refuses
+            fitting["heads"] = f"a divisor of hidden = {of.hidden}"
+        elif model in ("gpt2", "olmoe"):
+            fitting["head_dim"] = of.hidden // of.heads
+        for field, value in fitting.items():
+            if getattr(self, field) != value:
+                wanted = "no limit" if value is None else value
+                return f"{field} is {getattr(self, field)!r}, and the nearest published network, {model}, has {wanted}"
+        return ""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Facts of the network that `facts_of` returns too."""
         return {f"network.{name}": fact(value) for name, value in self.options.items() if name in LAYERS}
+
+
+def mixture_problem(given: Mapping[str, Any], names: Mapping[str, str] = {}) -> str:
+    """Return what is wrong with the settings of a mixture of experts, or "". given: fields of `Architecture`, and
+    arguments of a `Router`; names: as in `Architecture.checked`.
+
+    >>> mixture_problem({"experts": 0, "top_k": 2})
+    'top_k is 2, but the network has no experts. Set experts, the number of experts, or leave top_k out'
+    """
+
+    def name(field: str) -> str:
+        return names.get(field, field)
+
+    experts = given.get("experts") or 0
+    defaults = {**Architecture._field_defaults, "z_loss": 0.0}
+    for field in (*MIXTURE, *OF_ROUTER) if not experts else ():
+        if (value := given.get(field)) is not None and value != defaults.get(field):
+            return (
+                f"{name(field)} is {value!r}, but the network has no experts. Set {name('experts')}, the number of "
+                f"experts, or leave {name(field)} out"
+            )
+    if experts and (top_k := TOP_K if given.get("top_k") is None else given["top_k"]) > experts:
+        return f"{name('top_k')} is {top_k}, more than {name('experts')} = {experts}. Choose at most {experts}"
+    every, layers = given.get("every") or 1, given.get("layers")
+    if experts and layers is not None and every > layers:
+        return (
+            f"{name('every')} is {every}, but the network has {layers} blocks, so no block would have experts. Choose "
+            f"at most {layers}, or leave the experts out"
+        )
+    if given.get("shared_gate") and not given.get("shared"):
+        return (
+            f"{name('shared_gate')} is for the shared expert: set {name('shared')}, its number of columns, or leave "
+            f"{name('shared_gate')} out"
+        )
+    return ""
 
 
 def names_of(of: Architecture) -> dict[str, Names]:
@@ -182,27 +316,47 @@ def _llama(of: Architecture) -> dict[str, Stored]:
         there, here = f"model.layers.{index}", f"{index + 1}"
         for name, own in (("input_layernorm", "norm1"), ("post_attention_layernorm", "norm2")):
             tensors[f"{there}.{name}.weight"] = _stored(f"{here}.{own}.gain")
-        unit = gate_unit(of.mlp)
-        for names, parts in (
-            (("q", "k", "v"), _qkv(of, f"{here}.attention.qkv.weight")),
-            (("gate", "up"), _in_turns(f"{here}.mlp.up.weight", unit, unit)),
-        ):
-            for name, part in zip(names, parts):
-                room = "self_attn" if len(parts) == 3 else "mlp"
-                tensors[f"{there}.{room}.{name}_proj.weight"] = Stored((part,), True)
+        for name, part in zip("qkv", _qkv(of, f"{here}.attention.qkv.weight")):
+            tensors[f"{there}.self_attn.{name}_proj.weight"] = Stored((part,), True)
         for name, part in zip("qkv", _qkv(of, f"{here}.attention.qkv.bias") if of.qkv_bias else ()):
             tensors[f"{there}.self_attn.{name}_proj.bias"] = Stored((part,))
         for name in ("q_norm", "k_norm") if of.qk_norm else ():
             tensors[f"{there}.self_attn.{name}.weight"] = _stored(f"{here}.attention.{name}.gain")
         tensors[f"{there}.self_attn.o_proj.weight"] = _stored(f"{here}.attention.out.weight", True)
-        tensors[f"{there}.mlp.down_proj.weight"] = _stored(f"{here}.mlp.down.weight", True)
+        tensors |= _mixture(of, there, here) if of.is_mixture(index) else _gated(f"{there}.mlp", f"{here}.mlp", of.mlp)
     return tensors | {"model.norm.weight": _stored(f"{of.layers + 1}.norm.gain")}
+
+
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+
+
+def _gated(there: str, here: str, inner: int, names: Sequence[str] = PROJECTIONS) -> dict[str, Stored]:
+    """Tensors of a gated MLP. there, here: its path in a file and in the network. names: of gate, factor and `down`."""
+    unit = gate_unit(inner)
+    gate, factor = _in_turns(f"{here}.up.weight", unit, unit)
+    stored = Stored((gate,), True), Stored((factor,), True), _stored(f"{here}.down.weight", True)
+    return {f"{there}.{name}.weight": each for name, each in zip(names, stored)}
+
+
+def _mixture(of: Architecture, there: str, here: str) -> dict[str, Stored]:
+    """Tensors of a mixture of experts. there, here: the path of its block in a file and in the network."""
+    mixtral = of.model_type == "mixtral"
+    room, names = (f"{there}.block_sparse_moe", ("w1", "w3", "w2")) if mixtral else (f"{there}.mlp", PROJECTIONS)
+    tensors = {f"{room}.gate.weight": _stored(f"{here}.mlp.router.weight", True)}
+    for expert in range(of.experts):
+        path = f"experts.{expert}"
+        tensors |= _gated(f"{room}.{path}", f"{here}.mlp.{path}", of.expert_mlp or of.mlp, names)
+    if of.shared:
+        tensors |= _gated(f"{room}.shared_expert", f"{here}.mlp.shared", of.shared)
+        tensors[f"{room}.shared_expert_gate.weight"] = _stored(f"{here}.mlp.shared_gate.weight", True)
+    return tensors
 
 
 def config_of(of: Architecture) -> dict[str, Any]:
     """Contents of config.json for the transformers package. What the network does not limit is left out."""
     common = {"bos_token_id": None, "eos_token_id": None}
-    sizes = {key: value for field, key in KEYS[of.kind].items() if (value := getattr(of, field)) is not None}
+    keys = KEYS[of.kind] | (KEYS_OF_MIXTURE[of.model_type] if of.experts else {})
+    sizes = {key: value for field, key in keys.items() if (value := getattr(of, field)) is not None}
     if of.rotary_scaling is not None:
         sizes[ROTARY[0]] = of.rotary_scaling.keys
         if of.rotary_scaling.rope_type == "dynamic":  # the package has no other key for the length in the formula
@@ -251,6 +405,23 @@ KEYS = {
     },
 }
 """Kind -> field of `Architecture` -> key of config.json."""
+QWEN_MOE = {
+    "experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_mlp": "moe_intermediate_size",
+    "every": "decoder_sparse_step",
+    "normalize": "norm_topk_prob",
+}
+KEYS_OF_MIXTURE = {
+    "mixtral": {"experts": "num_local_experts", "top_k": "num_experts_per_tok", "expert_mlp": "intermediate_size"},
+    "qwen2_moe": {**QWEN_MOE, "shared": "shared_expert_intermediate_size"},
+    "qwen3_moe": QWEN_MOE,
+    "olmoe": {
+        "experts": "num_experts", "top_k": "num_experts_per_tok", "expert_mlp": "intermediate_size",
+        "normalize": "norm_topk_prob",
+    },
+}  # fmt: skip
+"""model_type of a mixture of experts -> further fields of `Architecture` -> key of config.json."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gpt2": {"kv_heads": None, "mlp": None, "tied": True, "eps": EPS},
     "llama": {
@@ -268,7 +439,20 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-}
+    "mixtral": {
+        "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1, "norm_topk_prob": False,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "decoder_sparse_step": 1, "norm_topk_prob": False,
+    },
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+}  # fmt: skip
 """model_type -> values of keys that a config.json leaves out, if they differ from those for null."""
 SAME: dict[str, tuple[Any, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -284,6 +468,9 @@ SAME: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "use_sliding_window": (False,),
     LAYERS_OF_FILE: ("full_attention",),
+    "mlp_only_layers": ([],),
+    "clip_qkv": (None,),
+    "qkv_bias": (True,),
     **{f"{name}.partial_rotary_factor": (1,) for name in ROTARY},
 }
 """Further keys of config.json -> values that pmm3d supports."""
@@ -295,6 +482,7 @@ HARMLESS = frozenset(
     model_max_length model_type
     n_ctx n_special name_or_path neftune_noise_alpha num_beam_groups num_beams num_labels num_return_sequences
     predict_special_tokens prefix pretraining_tp problem_type remove_invalid_values reorder_and_upcast_attn
+    experts_implementation router_aux_loss_coef router_jitter_noise
     return_dict return_dict_in_generate suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache use_return_dict
     """.split()
@@ -313,11 +501,19 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
         raise CheckpointError(f"{path}: the model_type {model!r} is not supported. Supported are {', '.join(KINDS)}")
     kind, network = "gpt2" if model == "gpt2" else "llama", f"nn.{KINDS[model]}"
     given, rotary, scaling = _without_rotary(config, path) if kind == "llama" else (config, "", {})
-    given = {**LEFT_OUT.get(model, {}), **given}
-    keys = {field: key for field, key in KEYS[kind].items() if field != "window" or model == "mistral"}
+    keys = KEYS[kind] | KEYS_OF_MIXTURE.get(model, {})
+    if (other := given.get(OTHER_EXPERTS)) is not None and "experts" in keys:
+        if given.get(keys["experts"]) not in (None, other):
+            raise CheckpointError(
+                f"{path}: {keys['experts']} is {given[keys['experts']]!r}, but {OTHER_EXPERTS} is {other!r}. Remove "
+                "the wrong one"
+            )
+        given = {**given, keys["experts"]: other}
+    given, known = {**LEFT_OUT.get(model, {}), **given}, {*keys.values(), *[OTHER_EXPERTS] * ("experts" in keys)}
+    keys = {field: key for field, key in keys.items() if field != "window" or model in WINDOWED}
     for key, value in sorted(given.items(), key=lambda item: item[0] not in SAME):
         harmless = key in HARMLESS or key.startswith(HARMLESS_STARTS) or key.endswith(HARMLESS_ENDS)
-        if value is None or harmless or key in KEYS[kind].values():
+        if value is None or harmless or key in known:
             continue
         if key not in SAME:
             raise CheckpointError(
@@ -332,7 +528,16 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
             )
     fields = DEFAULTS[kind] | {field: given[key] for field, key in keys.items() if given.get(key) is not None}
     if kind == "llama":
-        fields |= {"qkv_bias": model == "qwen2", "qk_norm": model == "qwen3"}
+        qk_norm = ALL_HEADS if model == "olmoe" else model in ("qwen3", "qwen3_moe")
+        fields |= {"qkv_bias": model in ("qwen2", "qwen2_moe"), "qk_norm": qk_norm}
+        if model == "qwen2_moe":
+            if not fields.get("shared"):
+                raise CheckpointError(
+                    f"{path}: {keys['shared']} is {fields.get('shared')!r}, but {network} supports a model_type "
+                    "qwen2_moe only with a shared expert. Choose a network that has one"
+                )
+            fields["shared_gate"] = True
+        fields |= {"normalize": True} if model == "mixtral" else {}
         found = RotaryScaling.of(scaling, f"{path}: {rotary}", fields["positions"], CheckpointError)
         if found is not None and found.rope_type == "dynamic":
             if found.original_max_position_embeddings != fields["positions"]:
@@ -348,7 +553,7 @@ def architecture_of(config: Mapping[str, Any], path: str) -> Architecture:
             f"{path}: the configuration lacks {names_in_words(lacking)}. Copy the file again from "
             "where the network was published"
         )
-    return Architecture.checked(path, {**KEYS[kind], "rotary_scaling": rotary}, CheckpointError, kind=kind, **fields)
+    return Architecture.checked(path, {**keys, "rotary_scaling": rotary}, CheckpointError, kind=kind, **fields)
 
 
 def _without_rotary(config: Mapping[str, Any], path: str) -> tuple[dict[str, Any], str, dict[str, Any]]:

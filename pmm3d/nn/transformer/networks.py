@@ -71,7 +71,8 @@ class Transformer(Published):
 
     learned, rotary_base, tied, norm = True, ROTARY_BASE, True, "layer"
     rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None
-    qkv_bias, qk_norm = True, False
+    qkv_bias = True
+    qk_norm: bool | str = False
     block: Mapping[str, Any] = {}
     """Further arguments of the blocks."""
 
@@ -91,6 +92,18 @@ class Transformer(Published):
         eps: float = EPS,
         dropout: float = 0.0,
         tied: bool | None = None,
+        experts: int = 0,
+        top_k: int | None = None,
+        expert_mlp: int | None = None,
+        every: int = 1,
+        shared: int = 0,
+        shared_gate: bool = False,
+        scores: str = "softmax",
+        normalize: bool | None = None,
+        capacity: float | None = None,
+        balance: float | None = None,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
         activations: str = "replicated",
         recompute: str | int = "none",
         window: int | None = None,
@@ -121,7 +134,17 @@ class Transformer(Published):
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             window=window,
+            experts=experts,
+            top_k=top_k,
+            expert_mlp=expert_mlp,
+            every=every,
+            shared=shared,
+            shared_gate=shared_gate,
+            scores=scores,
+            normalize=normalize,
+            bias_rate=bias_rate,
         )
+        mixture = of.mixture(type(self).__name__, capacity=capacity, balance=balance, z_loss=z_loss)
         self.rotary_scaling = of.rotary_scaling
         seed, again = seed_of(grid, seed), Recomputed.named(recompute)
         options: dict[str, Any] = {
@@ -159,6 +182,7 @@ class Transformer(Published):
                 window=of.window,
                 parallel=parallel,
                 recompute=again.attention,
+                experts=mixture if of.is_mixture(index) else None,
                 residual=(2 * of.layers) ** -0.5,
                 seed=derived(seed, 1 + index),
                 **options,
@@ -209,6 +233,24 @@ class GPT(Transformer):
         Dropout probability of embeddings, softmax weights, and the results of both parts of a block. Default: 0.
     tied : bool or None
         Whether the head's weight is the table of the embedding. Default: True; for a Llama False.
+    experts : int
+        Number of experts of a mixture (`MoE`), in place of the MLP. Default: 0, an MLP.
+    top_k : int or None
+        Number of experts of a token. Default: 2.
+    expert_mlp : int or None
+        Columns between the layers of an expert. Default: `mlp`.
+    every : int
+        Every block whose number, counted from 1, is a multiple of this one has a mixture. Default: 1.
+    shared : int
+        Columns between the layers of the shared expert. Default: 0, no shared expert.
+    shared_gate : bool
+        Whether the shared expert has a gate, as in `MoE`. Default: False.
+    scores, normalize, capacity
+        As in `Router`.
+    balance : float or None
+        Factor of the balance loss, as in `Router`. Default: 0.01; 0 with `bias_rate`.
+    z_loss, bias_rate
+        As in `Router`.
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
     recompute : str or int
@@ -266,6 +308,8 @@ class Encoder(Transformer):
     ----------
     grid, vocabulary, layers, hidden, heads, positions, mlp, seed, kv_heads, head_dim, eps, dropout, tied
         As in `GPT`.
+    experts, top_k, expert_mlp, every, shared, shared_gate, scores, normalize, capacity, balance, z_loss, bias_rate
+        As in `GPT`.
     activations, recompute, window, order, parallel, dtype, library, precision
         As in `GPT`.
 
@@ -285,7 +329,8 @@ class Encoder(Transformer):
 class Llama(Transformer):
     """Llama: rotary positions, RMSNorm, a gated MLP with SiLU, grouped heads, no biases, and a head that is not tied.
 
-    With `qkv_bias` it is a Qwen 2, with `qk_norm` a Qwen 3, and with `window` a Mistral.
+    With `qkv_bias` it is a Qwen 2, with `qk_norm` a Qwen 3, and with `window` a Mistral. With `experts` it is a
+    Mixtral, Qwen2-MoE, Qwen3-MoE or OLMoE.
 
     Parameters
     ----------
@@ -298,8 +343,9 @@ class Llama(Transformer):
         the argument `rotary_base`. Default: none.
     qkv_bias : bool
         Whether queries, keys and values have biases. Default: False.
-    qk_norm : bool
-        Whether each head of queries and keys is normalized by an `RMSNorm`. Default: False.
+    qk_norm : bool or str
+        Whether each head of queries and keys is normalized by an `RMSNorm`; "all": all heads together, as in OLMoE.
+        Default: False.
     **options
         Arguments of `GPT`, of which `vocabulary`, `layers`, `hidden` and `heads` are needed.
 
@@ -346,7 +392,7 @@ class Llama(Transformer):
         rotary_base: float = ROTARY_BASE,
         rotary_scaling: RotaryScaling | Mapping[str, Any] | None = None,
         qkv_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: bool | str = False,
         **options: Any,
     ):
         self.rotary_base, self.rotary_scaling = rotary_base, rotary_scaling

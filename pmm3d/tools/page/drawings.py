@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from math import ceil, isfinite, prod
 
-from ...layout import GridShape
+from ...layout import GridShape, offsets
 from ..plots import INK, LEGEND_COLUMNS, Part, bars, picture, svg_text
 
 LINES = ("#4477aa", "#ee6677", INK)
@@ -17,6 +17,8 @@ MOST_DOTS = 40
 """Largest number of points of a curve that is drawn with dots."""
 MOST_BOXES = 256
 """Largest number of ranks of a drawn grid."""
+MOST_ROUTERS = 12
+"""Largest number of routers of `expert_map` with a name."""
 Point = tuple[float, float]
 HostRanks = tuple[str, Sequence[Sequence[int]]]
 """Name of a host, and [first, last] of each span of its ranks."""
@@ -50,6 +52,37 @@ def curves(series: Mapping[str, Sequence[Point]], unit: str = "", log: bool = Fa
         axes.grid(alpha=0.3)
         if len(series) > 1:
             axes.legend()
+    return svg_text(drawn)
+
+
+def expert_map(loads: Sequence[tuple[int, Mapping[str, Sequence[float]]]]) -> str:
+    """Draw the tokens of each expert over steps, as colours: a row for each expert, below each other for each router.
+    Return the SVG, or "" if no step has tokens. Steps whose routers or experts are not those of the last are left out.
+
+    loads   (step, router -> tokens of each of its experts) of each step
+    """
+    sizes = {name: len(counts) for name, counts in loads[-1][1].items()} if loads else {}
+    alike = [
+        (step, [[count * len(counts) / sum(counts) for count in counts] for counts in of_routers.values()])
+        for step, of_routers in loads
+        if {name: len(counts) for name, counts in of_routers.items()} == sizes and all(map(sum, of_routers.values()))
+    ]
+    if not alike or not sizes:
+        return ""
+    rows = list(zip(*([share for shares in routers for share in shares] for _, routers in alike)))
+    starts = offsets([*sizes.values()])
+    with picture(drawn := BytesIO(), 4.6, min(7.0, 1.2 + 0.12 * max(12, len(rows)))) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(rows, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0)
+        figure.colorbar(image, ax=axes, label="over the mean")
+        shown = range(0, len(alike), max(1, ceil(len(alike) / 5)))
+        axes.set_xticks(shown, [f"{alike[index][0]:,}" for index in shown])
+        named = range(0, len(sizes), ceil(len(sizes) / MOST_ROUTERS))
+        names = [*sizes]
+        axes.set_yticks([(starts[index] + starts[index + 1] - 1) / 2 for index in named], [names[i] for i in named])
+        for start in starts[1:-1]:
+            axes.axhline(start - 0.5, color="white", linewidth=1)
+        axes.set_xlabel("step")
     return svg_text(drawn)
 
 

@@ -31,6 +31,10 @@ class Line(Part):
     gradient_norm: float | None = None
     loss_scale: float | None = None
     skipped: float | None = None
+    imbalance: float | None = None
+    dropped: float | None = None
+    router_loss: float | None = None
+    experts: dict[str, list[Annotated[float, Field(ge=0, le=2**53)]]] | None = None
     validation: dict[str, float | None] | None = None
 
 

@@ -10,7 +10,7 @@ from statistics import median
 from ...layout import GridShape
 from ...nn.training.run_file import RunFile
 from ...text import counted, in_bytes, in_time, number, percent
-from .drawings import Point, curves, grid_map, replicas_drawn
+from .drawings import Point, curves, expert_map, grid_map, replicas_drawn
 from .elements import Cell, Figure, Page, Section, Table, Tile
 from .facts import run_facts, settings_section, when
 from .inputs import Line, RunFiles
@@ -23,8 +23,12 @@ CURVES = (
     ("gradient_norm", "2-norm of the gradient before clipping", "", True, False),
     ("loss_scale", "Scale of the loss (float16)", "", True, False),
     ("skipped", "Steps skipped so far, whose gradient was not finite", "", False, True),
+    ("router_loss", "Losses of the routers, which the loss does not contain", "", False, True),
+    ("imbalance", "Tokens of the busiest expert over the mean, before capacity", "", False, False),
+    ("dropped", "Share of tokens' experts that capacity dropped", "", False, True),
 )
 """Figures of a step: name in metrics.jsonl, caption, unit, `log` and `zero` of `curves`."""
+EXPERTS = "Tokens of each expert over the mean, before capacity, by router"
 STATES = {"finished": "good", "failed": "bad", "broke off": "bad"}
 DISTRIBUTION = "Weights: rows over y, then z; columns over x. Rows of a batch: over data, then z."
 AVERAGED = 12
@@ -137,6 +141,7 @@ def _curves(metrics: list[Line]) -> Section | None:
             )
             for name, caption, unit, log, zero in CURVES
         ),
+        Figure(expert_map([(line.step, line.experts) for line in steps if line.experts]), EXPERTS),
     ]
     drawn = [figure for figure in figures if figure.drawing]
     return Section("Curves", figures=drawn) if drawn else None

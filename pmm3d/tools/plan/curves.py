@@ -137,7 +137,9 @@ def best_grids(training: Training, ranks: int, best: GridShape) -> GridOf:
 
 
 def _like(grid: GridShape, ranks: int, times: int) -> Iterator[GridShape]:
-    """Yield `grid`, and `grid` with x, y or z multiplied by `times`, on these ranks. The other ranks are along data."""
+    """Yield `grid`, and `grid` with x, y or z multiplied by `times`, on these ranks. The other ranks are along data.
+    They have no axis "expert", which the ranking chooses."""
+    grid = grid.folded(1)
     for factors in {(1, 1, 1), (times, 1, 1), (1, times, 1), (1, 1, times)}:
         other = grid._replace(data=1, **{axis: size * factor for axis, size, factor in zip("xyz", grid, factors)})
         if ranks % other.size == 0:

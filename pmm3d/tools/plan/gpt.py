@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,14 @@ def gpt_command(
     vocabulary: Annotated[
         int, size(0, "Number of different tokens. 0, for --terms axonn: without embedding and logits.")
     ] = 51200,
+    experts: Annotated[
+        int | None,
+        size(1, "Experts of each block, in place of its MLP. Grids whose ranks share experts are ranked too."),
+    ] = None,
+    top_k: Annotated[int | None, size(1, "Experts of a token, with --experts. Default: 2.")] = None,
+    expert_mlp: Annotated[
+        int | None, size(1, "Columns between the layers of an expert, with --experts. Default: 4 hidden.")
+    ] = None,
     micro_batches: Annotated[
         int | None, size(1, "Micro-batches of a step. With several, grids with pipelines are ranked too. Default: 1.")
     ] = None,
@@ -82,8 +91,8 @@ def gpt_command(
 
     pmm3d plan gpt --layers 24 --hidden 1024 --sequence 512 --batch 64 --ranks 8
 
-    More options: --machine frontier; --micro-batches 8 for pipelines; --tokens 3e11 for the time of a training;
-    --terms axonn --powers-of-two for the published model.
+    More options: --machine frontier; --micro-batches 8 for pipelines; --experts 8 --top-k 2 for a mixture of experts
+    with even routing; --tokens 3e11 for the time of a training; --terms axonn --powers-of-two for the published model.
     """
     from .ranking import check_outputs, print_plan, tell, write_plan
 
@@ -98,9 +107,15 @@ def gpt_command(
             "--memory": memory,
             "--tokens": tokens,
             "--picture": picture,
+            "--experts": experts,
         },
         {"--order": order, "--powers-of-two": powers_of_two, "--min-tensor": min_tensor},
     )
+    mixture = {"experts": experts, "top_k": top_k, "expert_mlp": expert_mlp}
+    if experts is None and (given := [name for name, value in mixture.items() if value]):
+        raise Pmm3dError(
+            f"--{given[0].replace('_', '-')} is for a mixture of experts: give --experts too, or leave it out"
+        )
     model = GPT(layers, hidden, sequence, batch, heads, vocabulary)
     chosen = options.chosen_machine(machine, ranks, ranks_per_node)
     if axonn:
@@ -126,7 +141,7 @@ def gpt_command(
 
         samples = SampleSizes(1, vocabulary, True)
         with bar("plan gpt") as told:
-            training = Training.of(_config(model, micro_batches or 1), chosen.machine, memory, samples)
+            training = Training.of(_config(model, micro_batches or 1, mixture), chosen.machine, memory, samples)
             with training.pool(ranks) as pool:
                 ranking = training.ranking(
                     ranks,
@@ -154,8 +169,8 @@ def _check_terms(axonn: bool, of_full: dict[str, Any], of_axonn: dict[str, Any])
         )
 
 
-def _config(gpt: GPT, micro_batches: int) -> Config:
-    """Return the configuration of a training of the GPT."""
+def _config(gpt: GPT, micro_batches: int, mixture: Mapping[str, int | None]) -> Config:
+    """Return the configuration of a training of the GPT. mixture: keys of [network] for experts."""
     from ...nn.training.config import checked
 
     if not gpt.vocabulary:
@@ -178,6 +193,7 @@ def _config(gpt: GPT, micro_batches: int) -> Config:
                 "hidden": gpt.hidden,
                 "library": "torch",
                 "heads": gpt.heads or gpt.hidden // HEAD,
+                **{name: value for name, value in mixture.items() if value is not None},
             },
             "training": {"precision": "bfloat16", "checkpoint_in_background": False},
             "grid": {"micro_batches": micro_batches},

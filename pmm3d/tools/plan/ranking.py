@@ -17,7 +17,22 @@ from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import JOINT, console, joined, say
 from .options import SECTIONS, Chosen
 
-TERMS = ("gemm", "passes", "overhead", "x", "y", "z", "seq", "ulysses", "data", "pipe", "all")
+TERMS = (
+    "gemm",
+    "passes",
+    "overhead",
+    "x",
+    "y",
+    "z",
+    "seq",
+    "ulysses",
+    "data",
+    "expert",
+    "expert_z",
+    "expert_data",
+    "pipe",
+    "all",
+)
 """Order of the columns of terms. Other terms follow."""
 ALIKE = 0.0005
 """Relative difference below which two times are called equal."""

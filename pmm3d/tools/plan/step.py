@@ -25,7 +25,7 @@ from ...model.simulation.noise import slowest
 from ...model.simulation.replay import seconds_of, tasks
 from ...nn.training.config import Config
 from ...nn.training.dry_step import Step
-from ...nn.training.planning import dry_steps, pipes_of, rank_training, seqs_of, step_on
+from ...nn.training.planning import dry_steps, experts_of, pipes_of, rank_training, seqs_of, step_on
 from ...nn.training.samples import SampleSizes
 from ...text import counted, in_bytes, in_time, milliseconds
 from ...thread_counts import cores
@@ -35,7 +35,9 @@ from ..terminal import console
 from .schedules import NAMES, REST
 
 PROCESSES = 8
-"""Largest number of processes that simulate pipelines. Each has 0.3 GB of memory and takes 2 s to start."""
+"""Largest number of processes that simulate grids. Each has 0.3 GB of memory and takes 2 s to start."""
+MANY = 16
+"""Number of experts from which processes pay."""
 LARGEST = 10
 """Number of rows of the table of the longest actions."""
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
@@ -82,16 +84,18 @@ class Training:
             samples=self.samples,
             pipes=pipes_of(config, ranks),
             seqs=seqs_of(config, ranks),
+            experts=experts_of(config),
             **options,
         )
 
     @contextmanager
     def pool(self, ranks: int) -> Iterator[Executor | None]:
-        """As a context: processes for `ranking`. None if they do not pay: on one core, and without pipelines, whose
-        grids take seconds each; and None for functions of the user's files."""
+        """As a context: processes for `ranking`. None if they do not pay: on one core, and without pipelines or many
+        experts, whose grids take seconds each; and None for functions of the user's files."""
         own = dry_steps(self.config, self.machine, self.limit, self.samples).own
         processes = min(PROCESSES, len(cores()))
-        if processes == 1 or own.is_named or pipes_of(self.config, ranks) == [1]:
+        fast = pipes_of(self.config, ranks) == [1] and (self.config.network.experts or 0) < MANY
+        if processes == 1 or own.is_named or fast:
             yield None
             return
         with ProcessPoolExecutor(processes, get_context("spawn"), without_mpi) as pool:
@@ -117,10 +121,11 @@ class Training:
             data = left // size if size and left % size == 0 else 1
         elif data is None and name == "hsdp":
             data = -(-ranks // self.machine.ranks_per_node)
-        return cast(GridShape, chosen_shape(name, data or 1, axes, ranks, None, "float32", None))
+        shape = cast(GridShape, chosen_shape(name, data or 1, axes, ranks, None, "float32", None))
+        return shape.folded(self.config.grid.expert or 1)
 
     def in_words(self, step: Candidate, amount: float | None = None) -> list[str]:
-        """Return sentences about a step: rows per second, the effect of the noise, and `warning`.
+        """Return sentences about a step: rows per second, the effect of the noise, `routing` and `warning`.
 
         amount   rows, or tokens, of the whole training, whose time is added
         """
@@ -134,7 +139,18 @@ class Training:
                 f". With a noise of {self.noise:.3g} the slowest of {counted(step.grid.size, 'rank')} ends a step "
                 f"after {1e3 * self.seconds(step):,.4g} ms"
             )
-        return [each for each in (text, self.warning(step.grid)) if each]
+        return [each for each in (text, self.routing, self.warning(step.grid)) if each]
+
+    @property
+    def routing(self) -> str:
+        """A sentence about the tokens of an expert, "" for a network without experts."""
+        network = self.config.network
+        if not network.experts:
+            return ""
+        return (
+            f"Routing is assumed to be even: each of {network.experts} experts computes the same number of tokens. A "
+            "real step ends with the rank that computes the most tokens, whose memory is also larger"
+        )
 
     def warning(self, grid: GridShape, batch: int | None = None) -> str:
         """Return a sentence if some ranks have no row of a batch, otherwise ""."""

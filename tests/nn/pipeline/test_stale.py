@@ -92,6 +92,49 @@ def test_weights_are_those_of_the_recurrence(comm):
             assert np.abs(np.array(expected) - fresh).max() > 1e-4  # as gradients are stale
 
 
+def mixtures(grid, bias_rate=0.0, balance=0.5):
+    of = lambda stage: nn.MoE(
+        stage, WIDTH, 6, 4, seed=2, dtype="float64", router={"balance": balance, "bias_rate": bias_rate}
+    )
+    make = lambda stage: nn.Sequential(stage, of(stage), of(stage), of(stage), of(stage))
+    net = Pipeline(grid, make, schedule="1f1b")
+    return net, optim.SGD(net.parameters(), lr=LR)
+
+
+@pytest.mark.parallel([2])
+def test_losses_of_routers_and_their_biases_in_a_batch(comm):
+    """The first batch uses fresh weights, so its change is that of `train_step`, also of the biases of routers. Losses
+    of routers have the micro-batch's share of the batch, not of the call."""
+    arrays = [tuple(each[: 3 + 3 * (number % 2)] for each in pair) for number, pair in enumerate(data(4, seed=3))]
+    with Grid(comm, (1, 1, 1), pipe=2) as grid:
+        for rate in (0.0, 0.1):
+            found = []
+            for stale_ in (True, False):
+                net, optimizer = mixtures(grid, rate)
+                before = optimizer.steps
+                if stale_:
+                    held, change = [], stale._StaleExecutor._change
+
+                    def after_first(executor, micros, change=change, held=held, net=net):
+                        change(executor, micros)
+                        held.append({name: to_numpy(each.gather()) for name, each in net.named_parameters().items()})
+
+                    with pytest.MonkeyPatch.context() as patch:
+                        patch.setattr(stale._StaleExecutor, "_change", after_first)
+                        train_stale(net, optimizer, nn.mse, batches(net, arrays), DoubleBuffered(2))
+                    assert len(held) == 2 and optimizer.steps == before + 2
+                    found.append(held[0])
+                else:
+                    train_step(net, optimizer, nn.mse, batches(net, arrays[:2]))
+                    found.append({name: to_numpy(each.gather()) for name, each in net.named_parameters().items()})
+            for name, weight in found[0].items():
+                with given(rate=rate, name=name):
+                    if name.endswith("router.bias"):
+                        assert np.abs(weight).max() == rate
+                    else:
+                        assert np.abs(weight - found[1][name]).max() < 1e-12
+
+
 @pytest.fixture
 def workers(comm):
     """(number of this virtual worker, grid of its two stages, grid of the ranks of all workers with the same stage)."""
@@ -111,6 +154,14 @@ def test_virtual_workers_have_the_weights_of_the_recurrence(workers, distance):
     begin, arrays = weights(net, grid.comm), [data(8, seed=seed) for seed in (1, 2)]
     train_stale(net, optimizer, nn.mse, batches(net, arrays[worker]), HetPipe(same, distance))
     assert np.abs(np.array(weights(net, grid.comm)) - waves(begin, arrays, distance)).max() <= 1e-12
+
+
+@pytest.mark.parallel([4])
+def test_virtual_workers_refuse_biases_of_routers(workers):
+    _worker, grid, same = workers
+    net, optimizer = mixtures(grid, 0.1, 0.0)
+    with pytest.raises(PipelineError, match="Use balance in place of bias_rate"):
+        train_stale(net, optimizer, nn.mse, batches(net, data(2, seed=1)), HetPipe(same))
 
 
 def waves(begin, arrays, distance, size=2):

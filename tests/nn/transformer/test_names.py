@@ -340,7 +340,7 @@ REFUSED = [
     (QWEN2, "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),
     (QWEN2, "num_experts", {"num_experts": 8}),
     (QWEN3, "attention_bias", {"attention_bias": True}),
-    (QWEN3, "model_type", {"model_type": "qwen3_moe"}),
+    (QWEN3, "model_type", {"model_type": "qwen3_next"}),
     (TINY, "final_logit_softcapping", {"final_logit_softcapping": 30.0}),
     (TINY, "rope_parameters.long_factor", {"rope_parameters": {"rope_theta": 5e5, "long_factor": [1.0]}}),
     (TINY, "rope_scaling", {"rope_scaling": "linear"}),
