@@ -146,10 +146,6 @@ class Layout:
         the units of some axes; other axes cut anywhere. The unit of an axis must be a multiple of the units of the axes
         after it. A dict also contains the order in which rows are stored, if `nn.transformer.token_layout` made it.
 
-    The folded axes "expert", "expert_z" and "expert_data" are another view of the ranks along z and data (`Grid`), so
-    a layout names axes of one view. "expert:3" is the axis "expert" with its rank 3 as the first: with a unit of all
-    rows, only the ranks of index 3 store the matrix.
-
     Attributes
     ----------
     A, B, C : Layout
@@ -166,6 +162,10 @@ class Layout:
     Layout(rows=("z", "x"), cols="y") cuts the rows into Gz parts and each part into Gx, and the columns into Gy. With
     rows=("z", "y") and units=({"z": 128}, 1), z cuts between sequences of 128 rows, and y cuts inside them. Sizes need
     not be multiples: parts differ by at most one unit.
+
+    The folded axes "expert", "expert_z" and "expert_data" are another view of the ranks along z and data (`Grid`), so a
+    layout names axes of one view. "expert:3" is the axis "expert" with its rank 3 as the first: with a unit of all
+    rows, only the ranks of index 3 store the matrix.
 
     Examples
     --------

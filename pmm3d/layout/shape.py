@@ -411,7 +411,11 @@ def is_folded(name: Any) -> bool:
 
 
 def base_of(name: str) -> str:
-    """The name of an axis without its first rank: "expert" for "expert:3"."""
+    """The name of an axis without its first rank.
+
+    >>> base_of("expert:3"), base_of("z")
+    ('expert', 'z')
+    """
     return name.partition(":")[0]
 
 
