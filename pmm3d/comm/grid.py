@@ -490,11 +490,11 @@ class Grid(ProcessGroup):
 
     def _joint_axis(self, names: tuple[str, ...]) -> Axis:
         ordered = [name for name in (*self.shape.names, *FOLDED) if name in names]
-        mixed = {"z", "data"} & {*names} and {*FOLDED} & {*names}
+        mixed = [name for name in ("z", "data") if name in names] if any(map(is_folded, names)) else []
         if not names or len(ordered) != len(names) or mixed:
             raise GridError(
                 f"axes {names!r} are no group: name axes of this grid, each once; it has {', '.join(self.shape.names)}"
-                + (f". {', '.join(sorted(mixed))} and folded axes are two views of the same ranks" if mixed else "")
+                + (f". {', '.join(mixed)} and folded axes are two views of the same ranks" if mixed else "")
             )
         long = tuple(name for name in ordered if getattr(self.shape, name) > 1)
         if len(long) < 2 and (long or ordered)[0] in self._axes:

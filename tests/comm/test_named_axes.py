@@ -140,8 +140,8 @@ def test_pipe_and_seq_are_the_axes_of_these_names(comm):
     with Grid(comm, "auto", pipe=2, product=(512, 512, 512)) as grid:
         assert grid.shape.along("xyz") * grid.shape.stages <= 4 and grid.shape.pipe == 2
     assert GridShape(2, 1, 1, 2, pipe=2, seq=2).strides == (1, 2, 2, 8, 4, 2)
-    with Grid(comm, ONE, seq=2, pipe=2, axes={"expert": 1}) as grid:
-        assert grid.shape.names[4:] == ("seq", "expert", "pipe")
+    with Grid(comm, ONE, seq=2, pipe=2, axes={"replica": 1}) as grid:
+        assert grid.shape.names[4:] == ("seq", "replica", "pipe")
         assert (grid.coords.seq, grid.coords.pipe) == (comm.rank % 2, comm.rank // 2)
 
 
