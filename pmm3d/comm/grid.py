@@ -490,7 +490,9 @@ class Grid(ProcessGroup):
 
     def _joint_axis(self, names: tuple[str, ...]) -> Axis:
         ordered = [name for name in (*self.shape.names, *FOLDED) if name in names]
-        mixed = [name for name in ("z", "data") if name in names] if any(map(is_folded, names)) else []
+        mixed = (
+            [name for name in ("z", "data") if name in names] if len(names) > 1 and any(map(is_folded, names)) else []
+        )
         if not names or len(ordered) != len(names) or mixed:
             raise GridError(
                 f"axes {names!r} are no group: name axes of this grid, each once; it has {', '.join(self.shape.names)}"

@@ -202,7 +202,7 @@ class Layout:
             fields[name] = (value,) if isinstance(value, str) else tuple(value)
         fields["units"] = units if units is SINGLE else _checked_units(units, fields["rows"], fields["cols"])
         fields["named"] = fields["rows"] + fields["cols"] + fields["sums"]
-        if any(":" in str(axis) for axis in fields["sums"]):
+        if fields["sums"] and any(":" in str(axis) for axis in fields["sums"]):
             raise LayoutError(f"{self} has partial sums over an axis with a first rank: name {EXPERT!r} for sums")
         try:
             if can_be_named(self.named):

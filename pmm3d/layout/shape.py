@@ -22,6 +22,7 @@ ULYSSES = "ulysses"
 EXPERT, EXPERT_Z, EXPERT_DATA = FOLDED = "expert", "expert_z", "expert_data"
 """Folded axes, another view of the ranks along z and data: the ranks that share the experts of a network, and the ranks
 along z and along data that hold the same experts. "expert:3" is the axis "expert" with its rank 3 as the first."""
+FIRST_AT = f"{EXPERT}:"
 NO_FOLD = (1, 1)
 ALL, STAGE = "all", "stage"
 """Names of two groups: all ranks of a grid, and all ranks of a stage."""
@@ -407,7 +408,7 @@ def is_folded(name: Any) -> bool:
     >>> is_folded("expert_z"), is_folded("expert:3"), is_folded("z")
     (True, True, False)
     """
-    return name in FOLDED or (isinstance(name, str) and base_of(name) == EXPERT and name[len(EXPERT) + 1 :].isdecimal())
+    return name in FOLDED or (isinstance(name, str) and name.startswith(FIRST_AT) and name[len(FIRST_AT) :].isdecimal())
 
 
 def base_of(name: str) -> str:

@@ -37,8 +37,7 @@ class GradientSums:
         if self._bucket and _kind(self._bucket[0]) != _kind(buffer):
             self.flush()
         self._bucket.append(buffer)
-        ranks = self._grid.shape.expert if any(map(is_folded, buffer.spec.layout.rows)) else 1
-        self._bytes += buffer.largest // ranks
+        self._bytes += buffer.largest_share
         if self._bytes >= self.overlap.bucket_bytes:
             self.flush()
 
@@ -61,10 +60,13 @@ class GradientSums:
         sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
         scatter = splits if splits in sums else ""
         together = [axis for axis in sums if axis != scatter]
-        folded = [axis for axis in together if is_folded(axis)]  # first: bits do not depend on the ranks along "expert"
-        for axes in (folded, [axis for axis in together if axis not in folded]):
-            if axes:
-                self._start(self._grid.axis(tuple(axes)), bucket, "reduce data", sent)
+        if len(together) > 1 and any(map(is_folded, together)):
+            # Folded axes are first: bits do not depend on the ranks along "expert".
+            folded = [axis for axis in together if is_folded(axis)]
+            self._start(self._grid.axis(tuple(folded)), bucket, "reduce data", sent)
+            together = [axis for axis in together if axis not in folded]
+        if together:
+            self._start(self._grid.axis(tuple(together)), bucket, "reduce data", sent)
         if scatter:
             self._start(self._grid.axis(scatter), bucket, "reduce data", sent, scatter=True)
         for buffer in bucket:
@@ -91,7 +93,7 @@ class GradientSums:
             written = list(bucket)
             given = [buffer.scattered_array() for buffer in bucket]
             outs, beta = [out for out, _ in given], given[0][1]
-        own = [number for number, buffer in enumerate(opened) if buffer.local.shape[0] * buffer.local.shape[1]]
+        own = [number for number, buffer in enumerate(opened) if 0 not in buffer.spec.local_shape]
         if not own:  # the other ranks of the axis store nothing either
             return
         before = [buffer.pending for buffer in dict.fromkeys((*opened, *written)) if buffer.pending is not None]

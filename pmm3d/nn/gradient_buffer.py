@@ -9,7 +9,7 @@ from typing import Any
 from ..arrays import Array, add_up, library_of
 from ..comm import Pending, assign, call
 from ..errors import Pmm3dError
-from ..layout import FIRST, Layout, itemsize
+from ..layout import FIRST, Layout, is_folded, itemsize
 from ..layout.layout import layout_of
 from ..product.relayout import relayout
 from .compute import TensorSpec
@@ -117,6 +117,12 @@ class GradientBuffer:
     def largest(self) -> int:
         """Bytes of the largest shard of any rank."""
         return self.spec.layout.box(self.spec.shape, self.spec.grid.shape, FIRST).size * itemsize(self.spec.dtype)
+
+    @cached_property
+    def largest_share(self) -> int:
+        """Bytes of the gradient on a rank, for an expert the mean over the ranks that share the experts."""
+        apart = self.spec.grid.shape.expert if any(map(is_folded, self.spec.layout.rows)) else 1
+        return self.largest // apart
 
     def wait(self) -> None:
         """Wait for the sums in progress. Raises Pmm3dError after a backward pass that ended with an error."""

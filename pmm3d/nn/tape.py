@@ -368,13 +368,16 @@ def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> 
         problem = problem or f"backward: the scale is a positive number; got {scale!r}"
     tape.parallel.begin(tape.syncing, counted, scale, problem)
     try:
-        with _overflowing(counted, scale or 1), tape.set(scale=scale or 1.0):
+        tape.scale = scale or 1.0
+        with _overflowing(counted, scale or 1):
             if not problem:
                 propagate(starts)
             tape.parallel.finish()
     except BaseException:
         tape.parallel.abandon()
         raise
+    finally:
+        tape.scale = 1.0
     if problem:
         raise Pmm3dError(problem)
 
