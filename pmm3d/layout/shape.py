@@ -23,6 +23,7 @@ EXPERT, EXPERT_Z, EXPERT_DATA = FOLDED = "expert", "expert_z", "expert_data"
 """Folded axes, another view of the ranks along z and data: the ranks that share the experts of a network, and the ranks
 along z and along data that hold the same experts. "expert:3" is the axis "expert" with its rank 3 as the first."""
 FIRST_AT = f"{EXPERT}:"
+"""Beginning of the names of this axis with another first rank."""
 NO_FOLD = (1, 1)
 ALL, STAGE = "all", "stage"
 """Names of two groups: all ranks of a grid, and all ranks of a stage."""
