@@ -157,9 +157,9 @@ def test_names_and_initial_values_do_not_depend_on_the_grid(comm):
         with given(grid=shape, data=data, expert=expert), Grid(comm, shape, data, expert=expert) as grid:
             net = make(grid, case)
             assert bits(weights_of(net)) == expected
-            held = [number for number, each in enumerate(net.experts) if each.up.weight.local.size]
+            held = [number for number, each in enumerate(net.experts) if each.up.weight.box.size]
             assert {*held} <= {*range(grid.coords.expert, 4, expert)}
-            assert comm.allreduce(sum(each.up.weight.local.size for each in net.experts)) == (
+            assert comm.allreduce(sum(each.up.weight.box.size for each in net.experts)) == (
                 comm.size // grid.shape.along(("x", "y", "expert", "expert_z")) * 4 * HIDDEN * INNER
             )
 

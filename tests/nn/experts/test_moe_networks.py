@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 from loops import given, looped
-from networks import alone, assert_replicas_agree, bits, weights_of
+from networks import alone, assert_replicas_agree, bits, largest_difference, weights_of
 from on_disk import on_rank_0
-from samples import to_numpy
+from samples import TESTED, bits_of, to_numpy
 from torch_reference import by_rank_0
 from transformer_reference import EXPERT_GRIDS, IGNORED, Case, batch_on, fill, of_torch, steps_of_torch
 
@@ -109,6 +109,15 @@ def trained(grid, case, steps=3, micro=1, clip=None, **options):
     return found, bits(weights_of(net))
 
 
+def alike(one, other):
+    """Whether weights, by their bits, are equal. The products of torch on the CPU have other last bits at other
+    addresses (docs/experts.md), so its arrays agree to rounding."""
+    if TESTED == "numpy":
+        return one == other
+    arrays = [{name: np.frombuffer(each) for name, each in found.items()} for found in (one, other)]
+    return arrays[0].keys() == arrays[1].keys() and largest_difference(*arrays) < 1e-9
+
+
 @pytest.mark.parallel([4], thorough=[2])
 def test_bits_of_steps_do_not_depend_on_the_ranks_that_share_the_experts(comm):
     """Losses, norms for clipping, and all weights, under the conditions of docs/experts.md."""
@@ -118,7 +127,8 @@ def test_bits_of_steps_do_not_depend_on_the_ranks_that_share_the_experts(comm):
         for expert in shares:
             with given(grid=shape, data=data, expert=expert), Grid(comm, shape, data, expert=expert, seq=seq) as grid:
                 found.append(trained(grid, case, **options))
-                assert found[-1] == found[0]
+                assert alike(found[-1][1], found[0][1])
+                assert found[-1][0] == found[0][0] if TESTED == "numpy" else np.allclose(found[-1][0], found[0][0])
 
 
 def test_zero_shards_over_the_ranks_that_share_an_expert(comm):
@@ -172,7 +182,7 @@ def test_a_checkpoint_continues_with_other_ranks_along_expert(comm, shared_path)
             steps(state, step, step + 1)
             state.save(checkpoints)
             found = bits(weights_of(state.network))
-    assert found == expected
+    assert alike(found, expected)
 
 
 def test_generated_tokens_do_not_depend_on_the_grid(comm):
@@ -192,7 +202,7 @@ def test_recomputation_has_the_same_bits_and_routes_once(comm):
         with given(expert=expert), Grid(comm, data=comm.size, expert=expert) as grid:
             plain, again = (passed(grid, case, recompute=recompute) for recompute in ("none", "full"))
             assert plain[1] == again[1] and plain[4] == again[4] > 0
-            one, other = ({name: each.local.tobytes() for name, each in found[3].items()} for found in (plain, again))
+            one, other = ({name: bits_of(each.local) for name, each in found[3].items()} for found in (plain, again))
             assert one == other
 
 
