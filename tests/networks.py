@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from inspect import Parameter
 from typing import NamedTuple
@@ -218,6 +218,15 @@ def gradients_of(net) -> dict[str, np.ndarray]:
 
 def bits(arrays: dict) -> dict[str, bytes]:
     return {name: bits_of(array) for name, array in arrays.items()}
+
+
+def alike(one: Sequence, other: Sequence) -> bool:
+    """Whether arrays have equal bits. On torch arrays, whether they agree to rounding: the products of torch on the CPU
+    have other last bits at other addresses (docs/experts.md)."""
+    if TESTED == "numpy":
+        return [*map(bits_of, one)] == [*map(bits_of, other)]
+    pairs = [(to_numpy(a), to_numpy(b)) for a, b in zip(one, other, strict=True)]
+    return all(np.allclose(a, b, rtol=1e-9 if a.dtype == "float64" else 1e-4, atol=1e-5) for a, b in pairs)
 
 
 def largest_difference(one: dict, other: dict) -> float:

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 from loops import given
-from networks import on_grid, spread
+from networks import alike, on_grid, spread
 from samples import bits_of, to_numpy
 
 from pmm3d import DTypeError, Grid, Layout, LayoutError, nn
@@ -117,7 +117,7 @@ def test_values_and_gradients_are_those_of_a_dense_layer(comm):
         for result in results:
             for got, wanted in zip(result, expected, strict=True):
                 assert np.abs(got - wanted).max() <= 1e-12, shape
-        assert [[*map(bits_of, each)] for each in results] == [[*map(bits_of, results[0])]] * len(results)
+        assert all(alike(each, results[0]) for each in results)
 
 
 @pytest.mark.parallel([2])
