@@ -64,9 +64,10 @@ class Exchange:
     Examples
     --------
     >>> import numpy as np
+    >>> from mpi4py import MPI
     >>> from pmm3d import DistMatrix, Grid, Layout, nn
     >>> from pmm3d.nn.experts import Exchange
-    >>> with Grid(shape="ddp") as grid:
+    >>> with Grid(MPI.COMM_SELF) as grid:
     ...     x = nn.Tensor(DistMatrix.ones(grid, (3, 2), layout=Layout(("data", "z", "x"), "y")))
     ...     chosen = np.array([[True, False], [True, True], [False, True]])[: x.box.r1]
     ...     exchange = Exchange.of(grid, x, chosen, 2)
@@ -207,9 +208,10 @@ def dispatch(x: Tensor, exchange: Exchange) -> Tensor:
     Examples
     --------
     >>> import numpy as np
+    >>> from mpi4py import MPI
     >>> from pmm3d import DistMatrix, Grid, Layout, nn
     >>> from pmm3d.nn.experts import Exchange, dispatch
-    >>> with Grid(shape="ddp") as grid:
+    >>> with Grid(MPI.COMM_SELF) as grid:
     ...     layout = Layout(("data", "z", "x"), "y")
     ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j, layout=layout))
     ...     exchange = Exchange.of(grid, x, np.ones((x.box.r1, 2), bool), 2)
@@ -294,9 +296,10 @@ def combine(y: Tensor | Returning, gates: Tensor, exchange: Exchange) -> Tensor:
     Examples
     --------
     >>> import numpy as np
+    >>> from mpi4py import MPI
     >>> from pmm3d import DistMatrix, Grid, Layout, nn
     >>> from pmm3d.nn.experts import Exchange, combine, dispatch
-    >>> with Grid(shape="ddp") as grid:
+    >>> with Grid(MPI.COMM_SELF) as grid:
     ...     layout = Layout(("data", "z", "x"), "y")
     ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j, layout=layout))
     ...     gates = nn.Tensor(DistMatrix.full(grid, (1, 2), 0.25, layout=Layout(layout.rows)))

@@ -98,9 +98,10 @@ def expert_linear(x: Tensor, weights: Sequence[Parameter], exchange: Exchange, *
     Examples
     --------
     >>> import numpy as np
+    >>> from mpi4py import MPI
     >>> from pmm3d import DistMatrix, Grid, Layout, nn
     >>> from pmm3d.nn.experts import Exchange, dispatch, expert_linear, expert_weight_layout
-    >>> with Grid(shape="ddp") as grid:
+    >>> with Grid(MPI.COMM_SELF) as grid:
     ...     layout = Layout(("data", "z", "x"), "y")
     ...     x = nn.Tensor(DistMatrix.from_function(grid, (1, 2), lambda i, j: j, layout=layout))
     ...     exchange = Exchange.of(grid, x, np.ones((x.box.r1, 2), bool), 2)
