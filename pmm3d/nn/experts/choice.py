@@ -127,8 +127,8 @@ def of_tokens(spec: TensorSpec, chosen: np.ndarray, capacity: int | None, number
 
 
 def _first(chosen: np.ndarray, tokens: Tokens, before: np.ndarray, capacity: int) -> np.ndarray:
-    """Of the chosen experts, those that accept the token. before: for each run, tokens of earlier rows that chose each
-    expert."""
+    """Table of the chosen experts that accept the token. before: for each run, number of tokens of earlier rows that
+    chose each expert."""
     ordered = chosen[tokens.order]
     position = ordered.cumsum(0) - ordered
     position += np.repeat(before - position[tokens.starts], tokens.lengths, axis=0)

@@ -166,8 +166,8 @@ class Router(Module):
     The T tokens are the rows of the matrix on all ranks: the batch, or one micro-batch of it. So capacity and the
     balance loss count the tokens of one micro-batch.
 
-    Of equal logits, the expert with the lowest number, or the token with the lowest row, is chosen first. The order of
-    tokens is that of the rows of the matrix. So equal logits give the same choice on every grid, also with rows in
+    If logits are equal, the expert with the lowest number is chosen first, or the token with the lowest row of the matrix.
+    So equal logits give the same choice on every grid, also with rows in
     "zigzag" order. Logits are sums over the columns of the input. If another number of ranks splits these columns, the
     last bits of the logits may differ.
 
