@@ -166,10 +166,9 @@ class Router(Module):
     The T tokens are the rows of the matrix on all ranks: the batch, or one micro-batch of it. So capacity and the
     balance loss count the tokens of one micro-batch.
 
-    If logits are equal, the expert with the lowest number is chosen first, or the token with the lowest row of the matrix.
-    So equal logits give the same choice on every grid, also with rows in
-    "zigzag" order. Logits are sums over the columns of the input. If another number of ranks splits these columns, the
-    last bits of the logits may differ.
+    If logits are equal, the expert with the lowest number is chosen first, or the token with the lowest row of the
+    matrix. So equal logits give the same choice on every grid, also with rows in "zigzag" order. Logits are sums over
+    the columns of the input. If another number of ranks splits these columns, the last bits of the logits may differ.
 
     Expert choice is not causal: whether an expert chooses a token depends on later tokens of the sequence, which a
     language model does not know when it generates text. Each expert has the same number of tokens, so there is no
