@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from records import parser, report
-from timing import all_rounds, on_ranks, slowest
+from timing import all_rounds, on_ranks, one_thread, slowest
 from torch_rivals import keep_to_cores
 
 from pmm3d import DistMatrix, Grid, nn
@@ -323,14 +323,14 @@ def main() -> int:
     if uneven := [ranks for ranks in options.ranks if options.experts % ranks]:
         made.error(f"--experts {options.experts} is no multiple of {counted(uneven[0], 'rank')}")
     words = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environ = one_thread()
     jobs: dict[tuple[int, int], list[dict[str, Result]]] = {
         (ranks, hidden): [] for hidden in options.hidden for ranks in options.ranks
     }
     for turn in range(options.passes):
         for (ranks, hidden), passes in jobs.items():
             command = [__file__, "--here", *words, "--hidden", str(hidden), "--libraries", *options.libraries]
-            passes.append(json.loads(on_ranks(ranks, command, one_thread).splitlines()[-1]))
+            passes.append(json.loads(on_ranks(ranks, command, environ).splitlines()[-1]))
             print(
                 f"pass {turn + 1} of {options.passes}: {counted(ranks, 'rank')}, hidden {hidden}",
                 file=sys.stderr,

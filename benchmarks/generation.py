@@ -19,7 +19,6 @@ Python calls   calls of Python functions for a further token of all sequences
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from argparse import Namespace
@@ -32,7 +31,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from records import parser, report
-from timing import all_rounds, on_ranks, python_calls, slowest
+from timing import all_rounds, on_ranks, one_thread, python_calls, slowest
 from torch_rivals import keep_to_cores
 
 from pmm3d import Grid, nn
@@ -188,12 +187,12 @@ def main() -> int:
     command = [__file__, "--here", "--networks", *options.networks, "--sequences", *map(str, options.sequences)]
     for name in (*SIZES, "rounds"):
         command += [f"--{name}", str(getattr(options, name))]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    one_thread["HF_HUB_OFFLINE"] = "1"
-    machine.set_blas_environment(one_thread)
+    environ = one_thread()
+    environ["HF_HUB_OFFLINE"] = "1"
+    machine.set_blas_environment(environ)
     passes = []
     for turn in range(options.passes):
-        passes.append(json.loads(on_ranks(1, command, one_thread).splitlines()[-1]))
+        passes.append(json.loads(on_ranks(1, command, environ).splitlines()[-1]))
         print(f"pass {turn + 1} of {options.passes}", file=sys.stderr, flush=True)
     heading = ["network", "sequences", "contestant", "tokens/s (of each pass)", "ratio (of each pass)", "Python calls"]
     report(

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from records import parser, report
-from timing import all_rounds, on_ranks
+from timing import all_rounds, on_ranks, one_thread
 from torch_rivals import keep_to_cores
 
 from pmm3d import DistMatrix, Grid, nn
@@ -404,11 +404,11 @@ def main() -> int:
     if options.quick:
         vars(options).update(QUICK)
     words = [word for name in SIZES for word in (f"--{name}", str(getattr(options, name)))]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environ = one_thread()
     passes: list[dict[str, Any]] = []
     for turn in range(options.passes):
         command = [__file__, "--here", *words, "--only", *options.only]
-        passes.append(json.loads(on_ranks(2, command, one_thread).splitlines()[-1]))
+        passes.append(json.loads(on_ranks(2, command, environ).splitlines()[-1]))
         print(f"pass {turn + 1} of {options.passes}", file=sys.stderr, flush=True)
     steps, alone = ([name for name in options.only if (name in ALONE) == of_alone] for of_alone in (False, True))
     sizes = (

@@ -17,7 +17,6 @@ The exit status is 1 unless the mixture has the lower figure at the end, for eac
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from records import parser, report
-from timing import on_ranks
+from timing import on_ranks, one_thread
 
 from pmm3d import Grid, GridShape
 from pmm3d.nn.training.config import Config, checked
@@ -73,8 +72,8 @@ def trained(tables: Tables, ranks: int) -> list[float]:
     folder = Path(tables["training"]["folder"])
     path = folder.with_suffix(".toml")
     path.write_text(as_toml(tables))
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    on_ranks(ranks, ["-m", "pmm3d", "train", str(path)], one_thread)
+    environ = one_thread()
+    on_ranks(ranks, ["-m", "pmm3d", "train", str(path)], environ)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["validation"]["bits_per_byte"] for line in lines if "validation" in line]
 

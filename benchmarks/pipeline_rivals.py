@@ -30,7 +30,7 @@ from typing import Any
 
 from mpi4py import MPI
 from records import parser, report
-from timing import all_rounds, on_ranks
+from timing import all_rounds, on_ranks, one_thread
 from torch_rivals import batch_of, keep_to_cores, weights
 
 from pmm3d import DistMatrix, Grid, nn
@@ -254,12 +254,12 @@ def main() -> int:
     if options.quick:
         vars(options).update(QUICK)
     words = [word for name in SIZES for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environ = one_thread()
     passes: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in options.ranks}
     for turn in range(options.passes):
         for ranks in options.ranks:
             command = [__file__, "--here", *words, "--schedules", *options.schedules]
-            passes[ranks].append(json.loads(on_ranks(ranks, command, one_thread).splitlines()[-1]))
+            passes[ranks].append(json.loads(on_ranks(ranks, command, environ).splitlines()[-1]))
             print(f"pass {turn + 1} of {options.passes}: {ranks} ranks", file=sys.stderr, flush=True)
     rows = [
         [

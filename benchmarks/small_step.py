@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 from records import parser, report
-from timing import all_rounds, on_ranks, python_calls, slowest
+from timing import all_rounds, on_ranks, one_thread, python_calls, slowest
 from torch_rivals import keep_to_cores
 
 from pmm3d import DistMatrix, Grid, Layout, nn
@@ -210,12 +210,12 @@ def main() -> int:
         made.error(f"--ranks {uneven[0]}: {ROWS} rows have no equal parts for {counted(uneven[0], 'rank')}")
     command = [__file__, "--here", "--libraries", *options.libraries]
     command += ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    machine.set_blas_environment(one_thread)
+    environ = one_thread()
+    machine.set_blas_environment(environ)
     passes: dict[int, list[dict[str, Result]]] = {ranks: [] for ranks in options.ranks}
     for turn in range(options.passes):
         for ranks in options.ranks:
-            passes[ranks].append(json.loads(on_ranks(ranks, command, one_thread).splitlines()[-1]))
+            passes[ranks].append(json.loads(on_ranks(ranks, command, environ).splitlines()[-1]))
             print(f"pass {turn + 1} of {options.passes}: {counted(ranks, 'rank')}", file=sys.stderr, flush=True)
     print(f"{machine.cpu().name}, {counted(machine.usable_cores(), 'core')}")
     heading = ["ranks", "step", "ms (of each pass)", "ratio (of each pass)", "Python calls", "polling calls"]

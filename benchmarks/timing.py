@@ -76,6 +76,11 @@ def on_ranks(
     return output_of(launcher.command(ranks, program), launcher.environment(ranks, environ))
 
 
+def one_thread() -> dict[str, str]:
+    """Environment of ranks whose BLAS has one thread each."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
 def sizes_of(product: str) -> tuple[int, int, int, str]:
     """m, n, k and the type (float64) of "MxNxK" or "MxNxK:DTYPE".
 

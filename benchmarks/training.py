@@ -32,7 +32,7 @@ from typing import Any
 
 import torch_rivals
 from records import parser, report
-from timing import Result, beside, interleaved, on_ranks, output_of, slowest
+from timing import Result, beside, interleaved, on_ranks, one_thread, output_of, slowest
 from torch_rivals import COMPARED, GEMM, RIVALS, batch_of, keep_to_cores, weights
 
 from pmm3d.arrays.blas_choice import blas_here
@@ -188,9 +188,9 @@ def contestants(options: Namespace) -> dict[str, Callable[[], Result]]:
         for shape in options.grids
         for where, python in sides
     }
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environ = one_thread()
     everyone |= {
-        BRIDGE + shape: partial(run, options.ranks, "bridge", shape, sizes, one_thread) for shape in options.bridges
+        BRIDGE + shape: partial(run, options.ranks, "bridge", shape, sizes, environ) for shape in options.bridges
     }
     task = {**sizes, "lr": LEARNING_RATE}
     return everyone | {rival: partial(torch_rivals.run, rival, task) for rival in options.rivals}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from ..layout import ALL, EXPERT, STAGE, GridShape
+from ..layout import ALL, EXPERT, EXPERT_DATA, EXPERT_Z, STAGE, GridShape
 from ..model.machine import cores
 from ..model.node_map import FLAT, NodeMap, node_map_over
 from ..model.notes import show_notes
@@ -280,13 +280,14 @@ def note_uneven(shape: GridShape, nodes: np.ndarray, node_maps: Mapping[str, Nod
 def groups_along(names: Collection[str], shape: GridShape, nodes: np.ndarray) -> np.ndarray:
     """Return the node of each rank in each group along the named axes, one row per group, with ranks in ascending
     order."""
-    outer_first, folds = list[tuple[set[str], int]](), dict(zip(("z", "data"), shape.fold))
+    outer_first = list[tuple[set[str], int]]()
+    parts = {"z": (EXPERT_Z, shape.fold[0]), "data": (EXPERT_DATA, shape.fold[1])}
     for name in shape.inner_first[::-1]:
-        size, fold = getattr(shape, name), folds.get(name)
-        if fold is None:
-            outer_first.append(({name}, size))
-        else:  # the minor part of z and of data is along "expert"
-            outer_first += [({name, f"expert_{name}"}, size // fold), ({name, EXPERT}, fold)]
+        if name in parts:  # the minor part of z and of data is along "expert"
+            major, size = parts[name]
+            outer_first += [({name, major}, getattr(shape, major)), ({name, EXPERT}, size)]
+        else:
+            outer_first.append(({name}, getattr(shape, name)))
     by_coords = nodes[: shape.size].reshape([size for _, size in outer_first])
     dims = [dim for dim, (axes, _) in enumerate(outer_first) if axes & {*names}]
     return np.moveaxis(by_coords, dims, range(-len(dims), 0)).reshape(-1, shape.along(names))

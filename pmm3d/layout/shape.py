@@ -58,6 +58,16 @@ class _ByAxis(_Four):
             made.__dict__["fold"] = fold
         return made
 
+    @property
+    def expert_z(self) -> int:
+        """Number for "expert_z", the ranks along z that hold the same experts."""
+        return self.z // self.fold[0]
+
+    @property
+    def expert_data(self) -> int:
+        """Number for "expert_data", the ranks along data that hold the same experts."""
+        return self.data // self.fold[1]
+
     def _by_name(self) -> dict[str, int]:
         return dict(zip(self.names, self))
 
@@ -108,16 +118,6 @@ class Coords(_ByAxis):
     def expert(self) -> int:
         """Index along the axis "expert"."""
         return self.z % self.fold[0] + self.fold[0] * (self.data % self.fold[1])
-
-    @property
-    def expert_z(self) -> int:
-        """Index along the axis "expert_z"."""
-        return self.z // self.fold[0]
-
-    @property
-    def expert_data(self) -> int:
-        """Index along the axis "expert_data"."""
-        return self.data // self.fold[1]
 
     def __getattr__(self, name: str) -> int:
         """Index along "expert:3", the axis "expert" with its rank 3 as the first."""
@@ -202,16 +202,6 @@ class GridShape(_ByAxis):
     def expert(self) -> int:
         """Ranks along "expert"; 1 by default."""
         return prod(self.fold)
-
-    @property
-    def expert_z(self) -> int:
-        """Ranks along z that hold the same experts."""
-        return self.z // self.fold[0]
-
-    @property
-    def expert_data(self) -> int:
-        """Ranks along data that hold the same experts."""
-        return self.data // self.fold[1]
 
     def __getattr__(self, name: str) -> int:
         first_of(name, self)
@@ -449,9 +439,8 @@ def can_be_named(names: tuple[Any, ...]) -> bool:
     >>> can_be_named(("x", "seq")), can_be_named(("x", "x"))
     (True, False)
     """
-    if not all(map(is_axis_name, names)):
-        folded = [name for name in names if is_folded(name)]
-        if {"z", "data", *(other for other in names if other not in folded and not is_axis_name(other))} & {*names}:
-            return False
-        names = tuple(base_of(name) if name in folded else name for name in names)
-    return len(set(names)) == len(names)
+    folded = [name for name in names if is_folded(name)]
+    others = [name for name in names if name not in folded]
+    if folded and {"z", "data"} & {*others}:  # two views of the same ranks
+        return False
+    return all(map(is_axis_name, others)) and len({*map(base_of, folded), *others}) == len(names)

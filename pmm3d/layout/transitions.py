@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .layout import Layout, Unit, order_entry, order_of, unit_of
-from .shape import GridShape, is_folded
+from .shape import GridShape, base_of, is_folded
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ def transitions(source: Layout, target: Layout, grid: GridShape, shape: tuple[in
 def _steps(source: Layout, target: Layout, grid: GridShape) -> tuple[Step, ...]:
     views = [{"folded" if is_folded(axis) else axis for axis in each.named} for each in (source, target)]
     mixed = any("folded" in one and {"z", "data"} & other for one, other in (views, views[::-1]))
+    renamed = any(one != other and base_of(one) == base_of(other) for one in source.named for other in target.named)
     moves = any(":" in axis and not axis.endswith(":0") for axis in _changed(source, target))  # not in rank order
-    path = None if mixed or moves else _cheapest(source, target, grid, {})
+    path = None if mixed or renamed or moves else _cheapest(source, target, grid, {})
     return _with_a_move(source, target, grid) if path is None else path[1]
 
 

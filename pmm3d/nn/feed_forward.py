@@ -9,7 +9,7 @@ from ..errors import Pmm3dError
 from ..layout import Layout
 from . import functional
 from .arithmetic import multiply
-from .layers import Layer, Linear, check_sizes
+from .layers import Layer, Linear, check_sizes, check_switches
 from .module import Module
 from .parts import split
 from .seeds import check_grid, derived, seed_of
@@ -62,6 +62,7 @@ class FeedForward(Module):
     ):
         check_grid("FeedForward", grid)
         check_sizes("FeedForward", hidden=hidden, inner=inner)
+        check_switches("FeedForward", gated=gated)
         self.grid = grid
         self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         self.unit = gate_unit(inner) if gated else 0

@@ -450,6 +450,13 @@ def check_sizes(what: str, **sizes: Any) -> None:
         natural(size, f"{what}: {name} is a whole number, at least 1", 1, LayoutError)
 
 
+def check_switches(what: str, error: type[Exception] = LayoutError, **switches: Any) -> None:
+    """Raise `error` for values that are neither true nor false."""
+    for name, given in switches.items():
+        if given not in (True, False):
+            raise error(f"{what}: {name} is true or false; got {given!r}")
+
+
 def check_activations(what: str, activations: str) -> None:
     if activations not in ACTIVATIONS:
         raise Pmm3dError(f'{what}: activations are "replicated" or "sharded"; got {activations!r}')

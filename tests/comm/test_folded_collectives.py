@@ -28,6 +28,8 @@ def test_matrices_of_an_owner_and_pairwise_sums(comm):
             cut = DistMatrix.from_global(grid, whole, layout=Layout(axis))  # parts not in the order of the ranks
             assert (cut.redistribute(Layout()).local == whole).all() and (cut.gather() == whole).all()
             assert (DistMatrix.from_global(grid, whole).redistribute(Layout(axis)).local == cut.local).all()
+            partial = DistMatrix.from_global(grid, whole).redistribute(Layout(sums="expert"))
+            assert (partial.redistribute(Layout(axis)).gather() == whole).all()
             for target in TARGETS:
                 b = a.redistribute(target)
                 assert (b.gather() == whole).all() and (b.redistribute(layout).local == a.local).all()

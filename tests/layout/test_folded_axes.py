@@ -66,6 +66,8 @@ def test_relayouts_between_both_views_are_moves():
     assert [step.kind for step in transitions(layout, Layout(), shape, (6, 4))] == ["move"]  # not in rank order
     plain = Layout("expert", units=({"expert": 6}, 1))
     assert [(step.kind, step.axis) for step in transitions(plain, Layout(), shape, (6, 4))] == [("gather", "expert")]
+    for source in (Layout((), "expert"), Layout(sums="expert")):  # the axis counted from another rank
+        assert [step.kind for step in transitions(source, Layout("expert:1"), shape, (8, 8))][-1] == "move"
     one = GridShape(1, 1, 2, 4)
     assert layout.on(one) == Layout("expert_z")
 

@@ -200,8 +200,9 @@ def dispatch(x: Tensor, exchange: Exchange) -> Tensor:
 
     Notes
     -----
-    A rank receives a row of h columns (its part of them) for each token of another rank along "expert" that chose one
-    of its experts. With even routing to k' experts a token, these are k' t h (P-1)/P elements for t tokens on a rank.
+    A rank receives a row of h columns (its part of them) for each choice of one of its experts by a token of another
+    rank along "expert", so a token with two experts on one rank is sent there twice. With even routing to k' experts a
+    token, a rank with t tokens receives k' t h (P-1)/P elements.
     The ledger's phases are "dispatch" and "dispatch backward". Ranks along n send different rows. The gradient of a
     token is the sum of those of its experts, in ascending order of their numbers, in float32 for 16-bit types.
 
@@ -337,15 +338,19 @@ def combine(y: Tensor | Returning, gates: Tensor, exchange: Exchange) -> Tensor:
     return y.from_op(out, (y, gates), rule, keep=saved, shape=result.shape, layout=result.layout)
 
 
-def _checked(grid: Grid, x: Tensor, chosen: Any, experts: int) -> str:
-    """Return n. Raises an error of `Exchange.of`."""
-    ranks = grid.axis(AXIS).size
-    natural(experts, "Exchange: the number of experts is a whole number of at least 1", 1, LayoutError)
+def check_shares(what: str, experts: int, ranks: int) -> None:
+    """Raise GridError unless the ranks along "expert" hold equally many experts."""
     if experts % ranks:
         raise GridError(
-            f"{experts} experts cannot be distributed evenly over {ranks} ranks along the axis {AXIS!r}: choose a "
-            "number of ranks that divides the number of experts"
+            f"{what}: {experts} experts cannot be distributed evenly over {ranks} ranks along expert. Choose a number "
+            "of ranks that divides the number of experts"
         )
+
+
+def _checked(grid: Grid, x: Tensor, chosen: Any, experts: int) -> str:
+    """Return n. Raises an error of `Exchange.of`."""
+    natural(experts, "Exchange: the number of experts is a whole number of at least 1", 1, LayoutError)
+    check_shares("Exchange", experts, grid.shape.expert)
     if x.grid is not grid:
         raise GridError(f"Exchange: the tokens are on another Grid ({x.grid.shape}) than the exchange ({grid.shape})")
     check_real("Exchange", x.spec)

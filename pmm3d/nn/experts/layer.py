@@ -7,20 +7,20 @@ from inspect import signature
 from typing import Any
 
 from ...comm import Grid
-from ...errors import GridError, Pmm3dError, hint
+from ...errors import Pmm3dError, hint
 from ...layout import Layout
 from ...layout.layout import layout_of, unit_of
 from .. import functional
 from ..arithmetic import add, multiply
 from ..dense import OTHER
 from ..feed_forward import FeedForward, gate_unit, scaled_deviation
-from ..layers import Layer, Linear, check_sizes, entering, parameter
+from ..layers import Layer, Linear, check_activations, check_sizes, check_switches, entering, parameter
 from ..module import Module, entered
 from ..parameter import Parameter
 from ..parts import split
 from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
-from .exchange import Exchange, combine, dispatch, send_back
+from .exchange import Exchange, check_shares, combine, dispatch, send_back
 from .expert_linear import expert_linear, expert_weight_layout
 from .routing import Router, with_penalty
 
@@ -191,13 +191,11 @@ class MoE(Module):
     ):
         check_grid("MoE", grid)
         check_sizes("MoE", hidden=hidden, inner=inner, experts=experts, **({"shared": shared} if shared else {}))
+        check_switches("MoE", gated=gated, shared_gate=shared_gate)
+        check_activations("MoE", activations)
         if shared_gate and not shared:
             raise Pmm3dError("MoE: shared_gate is for the shared expert: pass shared=, its number of columns, too")
-        if experts % grid.shape.expert:
-            raise GridError(
-                f"MoE: {experts} experts cannot be distributed evenly over {grid.shape.expert} ranks along expert. "
-                "Choose a number of ranks that divides the number of experts"
-            )
+        check_shares("MoE", experts, grid.shape.expert)
         self.grid = grid
         self.activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         self.unit = gate_unit(inner) if gated else 0

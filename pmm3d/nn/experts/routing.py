@@ -14,7 +14,7 @@ from ...layout.layout import layout_of, unit_of
 from ...product.constructors import Library
 from ..arithmetic import cast, check_alike
 from ..compute import TensorSpec, check_real
-from ..layers import check_sizes, parameter
+from ..layers import check_sizes, check_switches, parameter
 from ..module import Module, entered
 from ..parameter import Parameter
 from ..precision import Precision
@@ -131,8 +131,8 @@ class Router(Module):
         below 1. Default: 0.
     bias_rate : float
         Balance without a loss (Wang et al. 2024). If it is not 0, the router has a `bias`, which is added to the scores
-        for the choice only. After each step it changes by this number, up for an expert with less tokens than the mean,
-        down for one with more. Default: 0.
+        for the choice only. After each step it changes by this number, up for an expert with fewer tokens than the
+        mean, down for one with more. Default: 0.
     deviation : float or None
         Standard deviation of normal initial weights. Default: uniform in +-1/sqrt(hidden).
     seed : int or None
@@ -226,7 +226,8 @@ class Router(Module):
         self.grid, self.experts = grid, experts
         self.top_k = natural(top_k, f"Router: top_k is a number from 1 to {experts} experts", 1, Pmm3dError, experts)
         self.scores, self.choice = _one_of("scores", scores, SCORES), _one_of("choice", choice, CHOICES)
-        self.normalize = choice == "tokens" and top_k > 1 if normalize is None else bool(normalize)
+        self.normalize = choice == "tokens" and top_k > 1 if normalize is None else normalize
+        check_switches("Router", normalize=self.normalize)
         self.scale = _positive("scale", scale)
         self.capacity = None if capacity is None else _positive("capacity", capacity)
         self.balance, self.z_loss, self.bias_rate = (

@@ -16,7 +16,7 @@ from ..arithmetic import add
 from ..dense import OTHER
 from ..experts.layer import MoE
 from ..feed_forward import FeedForward, scaled_deviation
-from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes
+from ..layers import Dropout, Layer, LayerNorm, Linear, RMSNorm, check_sizes, check_switches
 from ..module import Module
 from ..parts import split
 from ..precision import Precision
@@ -196,7 +196,8 @@ class Attention(Module):
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes("Attention", hidden=hidden, heads=heads, kv_heads=kv_heads)
         size = head_size("Attention", hidden, heads, kv_heads, head_dim)
-        check_switches("Attention", qk_norm, qkv_bias=bias if qkv_bias is None else qkv_bias)
+        check_switches("Attention", qkv_bias=bias if qkv_bias is None else qkv_bias)
+        check_qk_norm("Attention", qk_norm)
         if rotary_base is not None and size % 2:
             raise LayoutError(f"Attention: rotary positions need heads of an even size; a head has {size} columns")
         if rotary_base is not None:
@@ -280,11 +281,8 @@ class Attention(Module):
         return "sharded" if isinstance(x.layout.units[0], int) and sequences >= ranks else "replicated"
 
 
-def check_switches(what: str, qk_norm: Any, error: type[Exception] = LayoutError, **switches: Any) -> None:
-    """Raise `error` for values that are neither true nor false, except "all" for qk_norm."""
-    for name, given in switches.items():
-        if given not in (True, False):
-            raise error(f"{what}: {name} is true or false; got {given!r}")
+def check_qk_norm(what: str, qk_norm: Any, error: type[Exception] = LayoutError) -> None:
+    """Raise `error` for a value that is neither true, nor false, nor "all"."""
     if qk_norm not in (True, False, ALL_HEADS):
         raise error(f'{what}: qk_norm is true or false; got {qk_norm!r}. "{ALL_HEADS}" is for a norm of all heads')
 
@@ -397,7 +395,7 @@ class TransformerBlock(Module):
         check_grid("TransformerBlock", grid)
         if norm not in NORMS:
             raise Pmm3dError(f'TransformerBlock: norm must be "layer" or "rms", got {norm!r}')
-        check_switches("TransformerBlock", False, gated=gated, bias=bias)
+        check_switches("TransformerBlock", gated=gated, bias=bias)
         mixture = None if experts is None else _checked_mixture(experts)
         self.grid = grid
         seed = seed_of(grid, seed)
@@ -442,5 +440,5 @@ def _checked_mixture(given: Any) -> dict[str, Any]:
                 f"TransformerBlock: experts has no key {key!r}{hint(str(key), OF_MIXTURE)}. Arguments of the Router, "
                 'such as capacity, are in the mapping with the key router: {"router": {"capacity": 1.25}}'
             )
-    check_switches("TransformerBlock: experts", False, shared_gate=given.get("shared_gate", False))
+    check_switches("TransformerBlock: experts", shared_gate=given.get("shared_gate", False))
     return {**given}

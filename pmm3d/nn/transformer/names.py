@@ -12,7 +12,8 @@ from ...text import names_in_words
 from ..exchange import Columns, Names, Stored
 from ..facts import LAYERS, fact
 from ..feed_forward import gate_unit
-from .blocks import ALL_HEADS, POSITIVE, check_switches, head_size, qkv_turns
+from ..layers import check_switches
+from .blocks import ALL_HEADS, POSITIVE, check_qk_norm, head_size, qkv_turns
 from .scaling import ORIGINAL, RotaryScaling
 
 MODELS = {
@@ -109,10 +110,10 @@ class Architecture(NamedTuple):
             elif field == "rotary_scaling":
                 made[field] = RotaryScaling.of(value, name, made["positions"], error)
             elif field in SWITCHES or (field == "normalize" and value is not None):
-                check_switches(what, False, error, **{names.get(field, field): value})
+                check_switches(what, error, **{names.get(field, field): value})
                 made[field] = bool(value)
             elif field == "qk_norm":
-                check_switches(what, value, error)
+                check_qk_norm(what, value, error)
                 made[field] = value if value == ALL_HEADS else bool(value)
             elif field in NONE_OR_MORE:
                 made[field] = natural(value, f"{name} is a whole number, at least 0", 0, error)

@@ -197,6 +197,9 @@ def test_arguments_that_cannot_be(comm, all_fail):
                 "shared_gate is for the shared expert",
                 lambda: make(grid, {"experts": 4, "shared_gate": True}),
             ),
+            (LayoutError, "gated is true or false; got 'no'", lambda: nn.MoE(grid, HIDDEN, INNER, 4, gated="no")),
+            (LayoutError, "shared_gate is true or false", lambda: make(grid, {"experts": 4, "shared_gate": "no"})),
+            (Pmm3dError, "activations are", lambda: nn.MoE(grid, HIDDEN, INNER, 4, activations="split")),
             (LayoutError, "shared.*-1", lambda: make(grid, {"experts": 4, "shared": -1})),
             (LayoutError, "columns", lambda: make(grid, {"experts": 4})(spread(grid, np.ones((4, 5)), TOKENS))),
             *(

@@ -438,6 +438,7 @@ def test_invalid_routers_are_refused(comm, all_fail):
             (Pmm3dError, "capacity is a number above 0; got 0", of(capacity=0)),
             (Pmm3dError, "balance is a number of at least 0", of(balance=-0.1)),
             (Pmm3dError, "jitter is a number of at least 0 and below 1", of(jitter=1.0)),
+            (LayoutError, "normalize is true or false; got 'no'", of(normalize="no")),
             (Pmm3dError, "nothing to balance", of(choice="experts", balance=0.1)),
             (LayoutError, "experts is a whole number", lambda: Router(grid, HIDDEN, 0, 1)),
         )
