@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
+from re import fullmatch
+from typing import Any
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 """Units of `in_bytes`."""
@@ -25,6 +27,16 @@ def in_bytes(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:,.0f} {unit}" if abs(nbytes) >= 100 else f"{nbytes:.3g} {unit}"
+
+
+def bytes_in(text: str) -> int | None:
+    """The bytes that a number with a unit of `BYTE_UNITS` names; None for another text, and for less than a byte.
+
+    >>> bytes_in("1.5 GiB") == 1.5 * 2**30, bytes_in("512KiB"), bytes_in("2 GB"), bytes_in("0 B")
+    (True, 524288, None, None)
+    """
+    found = fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(BYTE_UNITS)})", text)
+    return (int(float(found[1]) * 1024 ** BYTE_UNITS.index(found[2])) or None) if found else None
 
 
 def in_time(seconds: float) -> str:
@@ -145,3 +157,20 @@ def names_in_words(names: Iterable[str], most: int = 4) -> str:
     """The first names, each once, and how many more there are: n1, n2 and 1 more."""
     listed = list(dict.fromkeys(names))
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def in_toml(settings: Mapping[str, Any]) -> str:
+    """Return settings as lines of a configuration would have them.
+
+    >>> in_toml({"optimizer.shard_over_data": "states", "network.recompute": 2, "overlap.reshard_after_forward": True})
+    'optimizer.shard_over_data = "states", network.recompute = 2, overlap.reshard_after_forward = true'
+    """
+    return ", ".join(f"{key} = {_value(value)}" for key, value in settings.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f'"{key}" = {_value(each)}' for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower()

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -59,6 +59,9 @@ class DryRun:
         `held` at the time of the largest total.
     most
         Largest number of bytes of each kind at a time.
+    trace
+        Object whose method taken(kind, bytes) is called for each array, and given_back(its result, kind, bytes) when
+        the array is freed, or None.
 
     Examples
     --------
@@ -75,6 +78,7 @@ class DryRun:
         self.held, self.peak, self.most = dict[str, int](), dict[str, int](), dict[str, int]()
         self.kind, self._named = "other", ""
         self._pass: Action | None = None
+        self.trace: Any = None
         self._total = self._largest = self._used = 0
         self._addresses = np.asarray(_Addresses())
 
@@ -142,31 +146,36 @@ class DryRun:
             else:
                 self.actions.append(Action("pass", operation=name, nbytes=nbytes))
 
-    def taken(self, kind: str, nbytes: int) -> None:
+    def taken(self, kind: str, nbytes: int) -> Any:
+        """Count an array, and return what `trace` returns for it."""
         now = self.held[kind] = self.held.get(kind, 0) + nbytes
         self._total += nbytes
         if now > self.most.get(kind, 0):
             self.most[kind] = now
         if self._total > self._largest:
             self._largest, self.peak = self._total, dict(self.held)
+        return None if self.trace is None else self.trace.taken(kind, nbytes)
 
-    def given_back(self, kind: str, nbytes: int) -> None:
+    def given_back(self, kind: str, nbytes: int, traced: Any = None) -> None:
         self.held[kind] -= nbytes
         self._total -= nbytes
+        if self.trace is not None:
+            self.trace.given_back(traced, kind, nbytes)
 
 
 class Held:
-    """Bytes of a kind, which are counted until this object is deleted or `end` is called."""
+    """Bytes of a kind, which are counted until this object is deleted or `end` is called. traced: see
+    `DryRun.trace`."""
 
-    __slots__ = ("_kind", "_nbytes", "_run")
+    __slots__ = ("_nbytes", "_run", "kind", "traced")
 
     def __init__(self, run: DryRun, kind: str, nbytes: int) -> None:
-        self._run, self._kind, self._nbytes = run, kind, nbytes
-        run.taken(kind, nbytes)
+        self._run, self.kind, self._nbytes = run, kind, nbytes
+        self.traced = run.taken(kind, nbytes)
 
     def end(self) -> None:
         """Stop counting the bytes."""
-        self._run.given_back(self._kind, self._nbytes)
+        self._run.given_back(self.kind, self._nbytes, self.traced)
         self._nbytes = 0
 
     __del__ = end

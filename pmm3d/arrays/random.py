@@ -65,6 +65,16 @@ def start_of(seed: int, stream: int) -> int:
     return int(_mix(np.array([int(seed) % 2**64], np.uint64) ^ streams)[0])
 
 
+def indices(library: NumpyLibrary, rows: Array, columns: int, c0: int, c1: int) -> Array:
+    """Return row * columns + column, for words of rows, and the columns from c0 to c1 - 1."""
+    return rows[:, None] * _word(rows, columns) + library.words(c0, c1)
+
+
+def sixteen(library: NumpyLibrary, words: Array, number: int) -> Array:
+    """Return 16 of the bits of each word, as int32 from 0 to 65535. number: 0 to 3, of independent bits."""
+    return library.astype(_right(words, 16 * number) if number else words, "int32") & 0xFFFF
+
+
 def uniform(library: NumpyLibrary, index: Array, seed: int, stream: int = 0) -> Array:
     """Return a uniform number from 0 to 1 for each index, as float64. Arguments as in `bits`."""
     return (library.astype(_right(bits(index, seed, stream), 11), "float64") + 0.5) * 2.0**-53
@@ -91,7 +101,7 @@ def fill_by(values: Callable[[Array], Array], out: Array, box: Box, columns: int
 
     def draw(part: slice) -> None:
         own = library.words(box.r0 + part.start, box.r0 + part.stop) if rows is None else rows[part]
-        out[part] = values(own[:, None] * _word(own, columns) + library.words(box.c0, box.c1))
+        out[part] = values(indices(library, own, columns, box.c0, box.c1))
 
     parallel_rows(library, draw, out.shape, library.slice_elements or DEVICE_ELEMENTS)
 

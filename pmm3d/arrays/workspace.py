@@ -99,6 +99,9 @@ class Workspace:
         Bytes of the arrays of `array` that are alive.
     most_lent
         Largest value of `lent` so far.
+    trace
+        Object whose methods lent(address, bytes, whether of `array`) and returned(address, bytes of `array`) are called
+        for each array, or None.
 
     Examples
     --------
@@ -114,6 +117,7 @@ class Workspace:
         self._returned: deque[tuple[Ticket, int]] = deque()
         self._rehearsed: set[tuple[NumpyLibrary, tuple[int, ...]]] = set()
         self._arena: Arena | None = None
+        self.trace: Any = None
         self.allocated = self.lent = self.most_lent = 0
 
     def array(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Array:
@@ -146,6 +150,8 @@ class Workspace:
 
     def give(self, ticket: Ticket) -> None:
         with self._lock:
+            if self.trace is not None:
+                self.trace.returned(ticket.pool.memory.address(ticket.flat), 0)
             ticket.pool.give(ticket.flat)
 
     def borrow(self, shape: tuple[int, ...], dtype: str, library: NumpyLibrary) -> Borrowed[Array]:
@@ -221,6 +227,8 @@ class Workspace:
                     self._arena.taken.append((memory.address(flat), nbytes))
                 self.lent += nbytes
                 self.most_lent = max(self.most_lent, self.lent)
+            if self.trace is not None:
+                self.trace.lent(memory.address(flat), nbytes, lends)
         return Ticket(pool, flat)
 
     def _drop(self, pool: Pool, index: int) -> None:
@@ -251,6 +259,8 @@ class Workspace:
         while self._returned:
             ticket, nbytes = self._returned.popleft()
             self.lent -= nbytes
+            if self.trace is not None:
+                self.trace.returned(ticket.pool.memory.address(ticket.flat), nbytes)
             ticket.pool.give(ticket.flat)
 
 

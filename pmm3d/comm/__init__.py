@@ -13,6 +13,7 @@ from .argument_digest import Compared
 from .arrivals import Arrivals, Departures
 from .axis import Axis
 from .communicator import LEAVING, all_leave, check_communicator, own_duplicate
+from .compressed_sum import NOTHING, OWN, TOTAL, Coded, Feedback, LowRank, Method, finite, sum_compressed, sum_named
 from .engine import Engine, Pending, PlanResources
 from .executor import (
     Awaited,
@@ -34,7 +35,14 @@ from .point_to_point import TAGS
 from .program import LEAST_WORK, Argument, Counted, Instruction, Kernel, Look, Program, Recorder, Wait, assign, call
 from .repeated_sum import RepeatedSum
 from .shutdown import all_come, leaves_in_order
-from .strided_collectives import all_gather_work, all_reduce_work, reduce_scatter_work, sum_gathered
+from .strided_collectives import (
+    all_gather_work,
+    all_reduce_work,
+    flattened,
+    gathered_encoded,
+    reduce_scatter_work,
+    sum_gathered,
+)
 from .transport import Collective, Link
 from .watch import abort_job
 

@@ -26,6 +26,7 @@ from .ledger import Record
 from .transport import Collective, Link, mpi_buffers
 
 if TYPE_CHECKING:
+    from ..arrays.codecs import Codec
     from .nccl import Nccl
 
 LARGEST_TAG = 2**15 - 1
@@ -196,7 +197,16 @@ class Axis:
         """
         return self._start(collectives.shift, array, by=by, out=out, agreed=agreed)
 
-    def send(self, array: Array, to: int, *, tag: int = 0, agreed: bool = False, message: str = "message") -> Pending:
+    def send(
+        self,
+        array: Array,
+        to: int,
+        *,
+        tag: int = 0,
+        agreed: bool = False,
+        message: str = "message",
+        _codec: Codec | None = None,
+    ) -> Pending:
         """Begin to send an array to member `to`, which calls `receive`. Other members make no call.
 
         Parameters
@@ -243,11 +253,18 @@ class Axis:
             array,
             channel,
             message,
-            partial(point_to_point.send, library=library, array=array, target=to, agreed=agreed),
+            partial(point_to_point.send, library=library, array=array, target=to, agreed=agreed, codec=_codec),
         )
 
     def receive(
-        self, out: Array, source: int, *, tag: int = 0, agreed: bool = False, message: str = "message"
+        self,
+        out: Array,
+        source: int,
+        *,
+        tag: int = 0,
+        agreed: bool = False,
+        message: str = "message",
+        _codec: Codec | None = None,
     ) -> Pending:
         """Begin to receive an array that member `source` sends with this tag.
 
@@ -279,7 +296,7 @@ class Axis:
             out,
             channel,
             message,
-            partial(point_to_point.receive, library=library, out=out, source=source, agreed=agreed),
+            partial(point_to_point.receive, library=library, out=out, source=source, agreed=agreed, codec=_codec),
         )
 
     def _message(
@@ -327,7 +344,8 @@ class Axis:
         peer, post = (target, self._comm.Isend) if operation == "send" else (source, self._comm.Irecv)
         parts, result = [], make.keywords.get("out")
         array = make.keywords["array"] if result is None else result
-        if agreed and library.on_host and library.has_data and library.is_contiguous(array):
+        encoded = make.keywords["codec"] is not None
+        if agreed and library.on_host and library.has_data and library.is_contiguous(array) and not encoded:
             parts = mpi_buffers(library, array)
         nbytes = parts[0][1] if len(parts) == 1 else 0
         at_once = partial(post, parts[0], peer, tag) if nbytes else None
@@ -384,8 +402,10 @@ class Axis:
         dim: int = 0,
         after: Sequence[Awaited] = (),
         work: Slab | None = None,
+        codec: Codec | None = None,
     ) -> Pending:
-        """Begin to gather every rank's part in `out`, one after the other along `dim`.
+        """Begin to gather every rank's part in `out`, one after the other along `dim`. `codec` encodes the parts in
+        messages, along dim 0.
 
         This method and the next four neither check nor compare their arguments: the callers know the shapes. All ranks
         must begin them in the same order. The messages start when all of `after` are done. The arrays must not change
@@ -397,7 +417,14 @@ class Axis:
         """
         library = library_of(out)
         steps = partial(
-            strided_collectives.all_gather_into, library=library, part=part, out=out, counts=counts, dim=dim, work=work
+            strided_collectives.all_gather_into,
+            library=library,
+            part=part,
+            out=out,
+            counts=counts,
+            dim=dim,
+            work=work,
+            codec=codec,
         )
         return self.begin("all_gather", steps, library=library, arrays=(part, out), after=after)
 

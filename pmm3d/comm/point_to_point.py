@@ -18,9 +18,11 @@ from ..arrays import Array, NumpyLibrary
 from ..errors import GridError, LayoutError
 from ..layout import itemsize, whole_number
 from .agreement import digest
+from .strided_collectives import flattened
 from .transport import Collective, Link
 
 if TYPE_CHECKING:
+    from ..arrays.codecs import Codec
     from .engine import Pending
 
 TAGS = 2**11
@@ -48,23 +50,41 @@ def checked_peer(name: str, word: str, peer: int, index: int, size: int, tag: in
 
 
 def send(
-    link: Link, library: NumpyLibrary, array: Array, target: int, agreed: bool, before: Pending | None
+    link: Link,
+    library: NumpyLibrary,
+    array: Array,
+    target: int,
+    agreed: bool,
+    before: Pending | None,
+    codec: Codec | None = None,
 ) -> Collective[None]:
     """Generator: send an array with any strides. It ends when the memory of the array may be changed.
 
-    before   previous message on the same channel, or None"""
+    before   previous message on the same channel, or None
+    codec    of real numbers in an agreed message, or None"""
     if before is not None:
         yield [before]
     if not (agreed or link.dry):
         shown, nbytes = _shown(link, library, array)
         yield from _header(link, np.array([digest(shown), nbytes], np.int64), target, None)
-    yield from link.exchange(library, [(target, array)], [])
+    if codec is None:
+        yield from link.exchange(library, [(target, array)], [])
+        return
+    with link.workspace.borrow((codec.nbytes(prod(array.shape)),), "uint8", library) as data:
+        codec.encode(library, flattened(library, array), data)
+        yield from link.exchange(library, [(target, data)], [])
 
 
 def receive(
-    link: Link, library: NumpyLibrary, out: Array, source: int, agreed: bool, before: Pending | None
+    link: Link,
+    library: NumpyLibrary,
+    out: Array,
+    source: int,
+    agreed: bool,
+    before: Pending | None,
+    codec: Codec | None = None,
 ) -> Collective[Array]:
-    """Generator: receive into `out`, an array with any strides. before: as in `send`."""
+    """Generator: receive into `out`, an array with any strides. before, codec: as in `send`."""
     if before is not None:
         yield [before]
     if not (agreed or link.dry):
@@ -79,7 +99,15 @@ def receive(
                 f"{link.record}: out is {shown}, of {expected:,} bytes; the array that was sent has "
                 f"another shape or type, and {nbytes:,} bytes"
             )
-    yield from link.exchange(library, [], [(source, out)])
+    if codec is None:
+        yield from link.exchange(library, [], [(source, out)])
+        return out
+    with link.workspace.borrow((codec.nbytes(prod(out.shape)),), "uint8", library) as data:
+        yield from link.exchange(library, [], [(source, data)])
+        decoded = flattened(library, out)
+        codec.decode(library, data, decoded)
+        if not library.is_contiguous(out):
+            out[...] = decoded.reshape(*out.shape)
     return out
 
 

@@ -15,7 +15,7 @@ from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arrays import Arena, Array, library_of
-from . import point_to_point, strided_collectives
+from . import compressed_sum, point_to_point, strided_collectives
 from .engine import Engine, Pending
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ COLLECTIVES = {
     strided_collectives.reduce_scatter_into: ("array", "out"),
     strided_collectives.all_reduce_into: ("array", "out"),
     strided_collectives.sum_coalesced: ("arrays", "outs"),
+    compressed_sum.sum_compressed: ("arrays", "outs"),
     strided_collectives.all_to_all_into: ("array", "out"),
     point_to_point.send: ("array", ""),
     point_to_point.receive: ("", "out"),
@@ -468,7 +469,7 @@ def _among(value: Any, others: Sequence[Any]) -> bool:
 def _used(function: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[list[Array], list[Array]]:
     """Return the arrays that a collective or message reads, and those that it writes."""
     given, out = ([*_arrays(keywords.get(name))] for name in COLLECTIVES[function])
-    if function is strided_collectives.sum_coalesced and keywords.get("outs") is None:
+    if COLLECTIVES[function] == ("arrays", "outs") and keywords.get("outs") is None:
         return given, given
     reads, writes = [*given], [*out]
     if keywords.get("beta"):

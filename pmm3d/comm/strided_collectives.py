@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from math import prod
+from typing import TYPE_CHECKING
 
 from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
 from ..arrays.workspace import Ticket
@@ -17,18 +18,31 @@ from ..layout import itemsize, offsets
 from ..model.move import ROUND_BYTES
 from ..model.node_map import FLAT, NodeMap
 from ..model.rounds import Schedule, accumulator, in_slices
-from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, sum_schedule
+from ..model.schedule import all_to_all, gather_schedule, reduce_schedule, shared_all_gather, sum_schedule
 from ..model.stages import in_pairs, stages
 from .executor import Counts, planned_bytes, run_schedule
 from .transport import Collective, Link
 
+if TYPE_CHECKING:
+    from ..arrays.codecs import Codec
+
 
 def all_gather_into(
-    link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, dim: int = 0, work: Slab | None = None
+    link: Link,
+    library: NumpyLibrary,
+    part: Array,
+    out: Array,
+    counts: Counts,
+    dim: int = 0,
+    work: Slab | None = None,
+    codec: Codec | None = None,
 ) -> Collective[Array]:
     """Gather every rank's part in `out`, concatenated along `dim`. `out` has no gaps. Along dim 0 the arrays may have
-    any number of dims; `part` may be the view of its rows in `out`, and a part with gaps is copied there first. Work:
+    any number of dims; `part` may be the view of its rows in `out`, and a part with gaps is copied there first. With a
+    codec, along dim 0, each rank sends its part encoded, and decodes all parts, also its own. Work:
     `all_gather_work`."""
+    if codec is not None:
+        return gathered_encoded(link, library, part, out, counts, codec)
     dtype = library.dtype(out)
     if dim == 1:
         schedule = _gather_columns(out.shape, dtype, counts, link.rank, link.node_map)
@@ -39,6 +53,35 @@ def all_gather_into(
         place = out[start : start + part.shape[0]]
         return _copied_first(link, library, schedule, part, place, in_two_dims(place), in_two_dims(out), work, out)
     return run_schedule(link, library, schedule, in_two_dims(part), in_two_dims(out), work=work, result=out)
+
+
+def gathered_encoded(
+    link: Link, library: NumpyLibrary, part: Array, out: Array, counts: Counts, codec: Codec, per_node: int = 1
+) -> Collective[Array]:
+    """Generator: `all_gather_into` with a codec.
+
+    per_node   number of ranks of a node that share `out`: each gets, and decodes, the parts of the ranks with its
+               number in their nodes. A barrier of the node must follow
+    """
+    ranks, width, edges = range(link.rank % per_node, link.size, per_node), prod(out.shape[1:]), offsets(counts)
+    sizes = tuple([codec.nbytes(rows * width) if rank in ranks else 0 for rank, rows in enumerate(counts)])
+    places = offsets(sizes)
+    with link.workspace.borrow((places[-1], 1), "uint8", library) as data:
+        parts = {rank: data[places[rank] : places[rank + 1]] for rank in ranks}
+        codec.encode(library, flattened(library, part), parts[link.rank][:, 0])
+        if per_node == 1:
+            schedule, given = gather_schedule(sizes, link.rank, 1, link.node_map), parts[link.rank]
+        else:
+            schedule, given = shared_all_gather(sizes, link.rank, per_node), data
+        yield from run_schedule(link, library, schedule, given, data)
+        for rank, code in parts.items():
+            codec.decode(library, code[:, 0], out[edges[rank] : edges[rank + 1]].reshape(-1))
+    return out
+
+
+def flattened(library: NumpyLibrary, array: Array) -> Array:
+    """Return an array in one dim: a view, or a copy of an array with gaps."""
+    return (array if library.is_contiguous(array) else library.copy(array)).reshape(-1)
 
 
 def reduce_scatter_into(

@@ -186,6 +186,7 @@ def fill(folder: Path, manifest: Manifest, matrices: Matrices) -> None:
         with _opened(folder / file_name) as file:
             for _, name, box in group:
                 _fill_piece(file[name], box, box & matrices[name].box, matrices[name])
+                matrices[name]._filled()
     for matrix in matrices.values():
         matrix._zero_unless_first()
 

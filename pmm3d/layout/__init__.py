@@ -37,11 +37,11 @@ _LATER = {"BlockCyclic": ".foreign", "Blocks": ".foreign", "ORDERS": ".order", "
 
 __all__ = [
     "ALL", "AXES", "EMPTY", "EXPERT", "EXPERT_DATA", "EXPERT_Z", "FIRST", "FOLDED", "LABEL_DTYPE", "LOW_PRECISION",
-    "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "SINGLE", "STAGE", "ULYSSES", "BlockCyclic", "Blocks", "Box",
-    "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder", "Step", "Tile", "Tiled", "aligned",
-    "base_of", "batch_layout", "check_same_dtype", "is_axis_name", "is_folded", "itemsize", "natural", "naturals",
-    "offsets", "order_of", "overlapping", "parse_shape", "part_range", "part_sizes", "real", "transitions",
-    "whole_number", "without_order",
+    "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "SINGLE", "STAGE", "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords",
+    "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder", "Step", "Tile", "Tiled", "aligned", "base_of",
+    "batch_layout", "check_same_dtype", "is_axis_name", "is_folded", "itemsize", "natural", "naturals", "offsets",
+    "order_of", "overlapping", "parse_shape", "part_range", "part_sizes", "real", "transitions", "whole_number",
+    "without_order",
 ]  # fmt: skip
 
 

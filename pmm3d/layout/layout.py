@@ -349,13 +349,21 @@ def _box(layout: Layout, shape: tuple[int, int], grid: GridShape, coords: Coords
         return _box(layout, shape, grid, grid.position(grid.rank(coords)))
 
 
-def _range(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape, coords: Coords) -> tuple[int, int]:
-    start = 0
+def _range(size: int, axes: tuple[str, ...], unit: Unit, grid: GridShape, coords: Any) -> tuple[Any, Any]:
+    """First and last index of a part. coords: its indices, numbers or arrays."""
+    start: Any = 0
     for axis, multiple in zip(axes, cutting_units(size, axes, unit, grid)):
         index, (small, larger) = getattr(coords, axis), divmod(size // multiple, getattr(grid, axis))
-        start += (index * small + min(index, larger)) * multiple
-        size = (small + (index < larger)) * multiple
+        is_larger = index < larger
+        start = start + (index * small + larger + (index - larger) * is_larger) * multiple
+        size = (small + is_larger) * multiple
     return start, start + size
+
+
+def row_range(layout: Layout, rows: int, grid: GridShape, coords: Any) -> tuple[Any, Any]:
+    """First row of a part, and first row after it. coords: indices along the axes that split the rows, numbers or
+    arrays."""
+    return _range(rows, layout.rows, layout.units[0], grid, coords)
 
 
 def unit_of(unit: Unit, axis: str) -> int:

@@ -67,7 +67,7 @@ class Candidate:
     bytes      bytes that the busiest rank receives
     preset     family of the grid, one of `FAMILIES`; "" if it has none
     schedule   name of a pipeline's schedule; "" without a pipeline
-    settings   keys of the network's configuration that were chosen with the grid: "activations", "recompute"
+    settings   keys of the configuration that were chosen with the grid, such as "network.recompute"
     why_not    reason why the grid was dropped, with its figures; "" if it was not dropped
     """
 
@@ -87,7 +87,7 @@ class Candidate:
             [
                 str(self.grid),
                 *[self.schedule] * bool(self.schedule),
-                *(f"{key}={value}" for key, value in self.settings.items()),
+                *(f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items()),
             ]
         )
 

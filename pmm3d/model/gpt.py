@@ -43,7 +43,8 @@ def block_bytes(
     qk_norm    whether each head of queries and keys is normalized by its root mean square
     mlp        default: 4 hidden
     recompute  "none", "selective" or "full"
-    dropout    whether attention and MLP have dropout, whose mask has a byte for each element
+    dropout    whether attention and MLP have dropout, whose mask has a bit for each element; with `scores` a byte, as
+               in the paper
     scores     keys of a query whose weights are stored, 5 bytes each with dropout: s in the paper. 0 for a kernel that
                stores the result and its log-sum-exp, as the kernel of `pmm3d.nn`
 
@@ -61,7 +62,7 @@ def block_bytes(
     groups, columns = (heads if kv_heads is None else kv_heads) / heads, 4 * hidden if mlp is None else mlp
     if recompute == "full":
         return element * rows * hidden / outer
-    nbytes = rows * (4 * element + 2 * dropout) * hidden / outer
+    nbytes = rows * (4 * element + 2 * dropout / (1 if scores else 8)) * hidden / outer
     sharing = inner if attention is None else attention
     size = hidden / heads if head_dim is None else head_dim
     nbytes += rows * element * ((2 + 2 * groups) * heads * size / sharing + 2 * columns / inner)

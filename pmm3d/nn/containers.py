@@ -18,6 +18,7 @@ from .module import Module
 from .parameter import Parameter
 from .precision import Precision
 from .recompute import Recompute, Recomputed
+from .recompute_budget import Budget, Chosen, Group
 from .seeds import check_grid, derived, seed_of
 from .tensor import Tensor
 
@@ -50,6 +51,7 @@ class Sequential(Module):
     """
 
     replays = True
+    budget: Budget | Chosen | None = None
 
     def __init__(self, grid: Grid, *layers: Layer):
         check_grid("Sequential", grid)
@@ -84,8 +86,14 @@ class Sequential(Module):
                 columns = Layout((), columns.cols)  # a function may change the number of columns
         return columns
 
+    def _slice(self, begin: int, end: int) -> Sequential:
+        """Return a network of some of these layers, in their present layouts."""
+        part = Sequential.__new__(Sequential)
+        part.grid, part.layers = self.grid, self.layers[begin:end]
+        return part
+
     def forward(self, *inputs: Tensor) -> Any:
-        for layer in self.layers:
+        for layer in self.layers if self.budget is None else self.budget.layers(self, inputs):
             made: Any = layer(*inputs)
             inputs = made if isinstance(made, tuple) else (made,)
         return inputs if len(inputs) > 1 else inputs[0]
@@ -142,7 +150,8 @@ class MLP(Block):
         Probability of dropout after each activation. Default: 0.
     recompute : bool, int or str
         True or "full": each hidden layer keeps only its input, and is computed again in the backward pass. k: every
-        k-th hidden layer does so. Default: False.
+        k-th hidden layer does so. A number of bytes, such as "512 MiB": as many hidden layers as necessary, so that
+        the arrays for the backward pass, with the output of the network, take at most these bytes. Default: False.
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
     seed : int or None
@@ -201,6 +210,7 @@ class MLP(Block):
         dropout = functional.check_probability("MLP: dropout", dropout)
         activation = functional.activation_named(activation) if isinstance(activation, str) else activation
         made, cols, number, policy = list[Layer](), "y", 0, Recomputed.named(recompute)
+        groups = list[Group]()
         if policy.attention:
             raise Pmm3dError('MLP: recompute="selective" recomputes attention, which an MLP lacks: use "full"')
         seed = seed_of(grid, seed)
@@ -224,8 +234,11 @@ class MLP(Block):
                 layers += [Dropout(grid, dropout, derived(seed, 1000 + index))] * (dropout > 0)
                 layers = [Recompute(Block(grid, *layers, first=number))] if policy.includes(index) else layers
                 number += 2 + norm
+            groups.append(Group(len(made), len(made) + len(layers), index < len(sizes) - 2))
             made += layers
         super().__init__(grid, *made)
+        if policy.budget is not None:
+            self.budget = Budget(grid, policy.budget, groups)
 
     @property
     def output_layout(self) -> Layout:

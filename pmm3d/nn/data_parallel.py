@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from ..arrays import Array
-from ..comm import Axis, Grid, Pending
+from ..comm import Axis, Coded, Grid, Method, Pending, sum_compressed, sum_named
 from ..layout import EXPERT_Z, is_folded
-from .gradient_buffer import GradientBuffer
+from .feedback import feedback_of
+from .gradient_buffer import GradientBuffer, replica_axis
 from .overlap import Overlap
 
 IN_FLIGHT = 2
@@ -21,7 +23,7 @@ class GradientSums:
     """Starts the sums of gradients over axes along which ranks hold different rows of the batch."""
 
     def __init__(self, grid: Grid):
-        self._grid, self.overlap = grid, Overlap()
+        self._grid, self.overlap, self.compression = grid, Overlap(), ""
         self._flights: dict[str, list[Pending]] = {}
         self._bucket: list[GradientBuffer] = []
         self._bytes = 0
@@ -55,22 +57,27 @@ class GradientSums:
     def start_data_all_reduce(self, bucket: Sequence[GradientBuffer]) -> None:
         """Start the all-reduce of gradients over data and the other axes of their partial sums.
 
-        Over the axis `split_over` (ZeRO), it is a reduce-scatter.
+        Over the axis `split_over` (ZeRO), it is a reduce-scatter. If there are several sums, the last is compressed,
+        unless the codec would send no fewer bytes.
         """
         sums, splits, sent = bucket[0].open.sums, bucket[0].split_over, bucket[0].message.dtype
         scatter = splits if splits in sums else ""
-        together = [axis for axis in sums if axis != scatter]
+        together, stages = [axis for axis in sums if axis != scatter], list[tuple[str, ...]]()
         if len(together) > 1 and any(map(is_folded, together)):
             # Folded axes are first: bits do not depend on the ranks along "expert".
-            folded = [axis for axis in together if is_folded(axis)]
-            self._start(self._grid.axis(tuple(folded)), bucket, "reduce data", sent)
-            together = [axis for axis in together if axis not in folded]
-        if together:
-            self._start(self._grid.axis(tuple(together)), bucket, "reduce data", sent)
-        if scatter:
-            self._start(self._grid.axis(scatter), bucket, "reduce data", sent, scatter=True)
+            stages.append(tuple([axis for axis in together if is_folded(axis)]))
+            together = [axis for axis in together if axis not in stages[0]]
+        stages += [each for each in (tuple(together), (scatter,) * bool(scatter)) if each]
+        for axes in stages[:-1]:
+            self._start(self._grid.axis(axes), bucket, "reduce data", sent)
+        method = sum_named(self.compression) if self.compression else None
+        if isinstance(method, Coded) and not method.codec.shortens(sent):
+            method = None
+        self._start(self._grid.axis(stages[-1]), bucket, "reduce data", sent, bool(scatter), method)
         for buffer in bucket:
             buffer.note_last_sum(scatter)
+            if method is None:
+                buffer.feedback = None
 
     def start_sums(self, name: str, buffers: Iterable[GradientBuffer]) -> None:
         """Start the sums of gradients over x, y or z. These are sums of vectors, which are not reduce-scattered."""
@@ -84,7 +91,13 @@ class GradientSums:
                 buffer.open.note_sum(name)
 
     def _start(
-        self, axis: Axis, bucket: Sequence[GradientBuffer], phase: str, sent: str, scatter: bool = False
+        self,
+        axis: Axis,
+        bucket: Sequence[GradientBuffer],
+        phase: str,
+        sent: str,
+        scatter: bool = False,
+        method: Method | None = None,
     ) -> None:
         """Start the sum of gradients along an axis. It begins after the pending collectives that write to them."""
         written = opened = [buffer.open for buffer in bucket]
@@ -100,8 +113,11 @@ class GradientSums:
         flight = self._flights.get(axis.name, [])
         if len(flight) == IN_FLIGHT:
             flight.pop(0).wait()
+        sum_over = axis._sum_coalesced
+        if method is not None and axis.size > 1:
+            sum_over = partial(self._sum_compressed, axis, [bucket[number] for number in own], method)
         with self._grid.ledger.phase(phase):
-            pending = axis._sum_coalesced(
+            pending = sum_over(
                 [opened[number].array for number in own],
                 [bucket[number].counts(axis.name) for number in own] if scatter else None,
                 sent,
@@ -114,6 +130,44 @@ class GradientSums:
         self._flights[axis.name] = [*flight, pending]
         if not self.overlap.buckets:
             pending.wait()
+
+    def _sum_compressed(
+        self,
+        axis: Axis,
+        bucket: Sequence[GradientBuffer],
+        method: Method,
+        arrays: Sequence[Array],
+        counts: Sequence[list[int]] | None,
+        sent: str,
+        outs: Sequence[Array] | None,
+        beta: int,
+        after: Sequence[Pending],
+    ) -> Pending:
+        """Begin the sum of gradients of one kind, compressed. Other arguments: as `Axis._sum_coalesced`."""
+        spec, scale = bucket[0].spec, max(bucket[0].scales, default=1.0)
+        for buffer in bucket:
+            buffer.feedback = feedback_of(buffer, method, axis)
+        feedback = [buffer.feedback for buffer in bucket]
+        replica = replica_axis(spec.layout)
+        keeps = not any(getattr(spec.grid.coords, name) for name in axis.name.split("+") if name != replica)
+        steps = partial(
+            sum_compressed,
+            library=spec.library,
+            method=method,
+            arrays=arrays,
+            feedback=feedback,
+            counts=counts,
+            outs=outs,
+            beta=beta,
+            sent=sent,
+            scale=scale,
+            keeps=keeps,
+        )
+        recorder = self._grid.engine.recorder
+        if recorder is not None and scale != 1:
+            recorder.refuse("gradients of a scaled loss are summed in fewer bytes, whose errors follow the scale")
+        name = "all_reduce" if counts is None else "reduce_scatter"
+        return axis.begin(name, steps, library=spec.library, arrays=arrays, after=after)
 
 
 def _kind(buffer: GradientBuffer) -> tuple[object, ...]:

@@ -355,7 +355,16 @@ def input_layout(x: Tensor, weight: Tensor) -> Layout:
     return layouts_of(x.layout, weight.layout, isinstance(weight, Parameter), "replicated").input
 
 
-def cuts_inside(x: Tensor, rows: tuple[str, ...]) -> bool:
+def spec_of_result(x: TensorSpec, weight: Parameter, activations: str) -> TensorSpec:
+    """Spec of the result of `linear` for an input of this spec, without partial sums."""
+    kind = x.layout, weight.layout, True, activations
+    layouts = layouts_of(*kind)
+    if activations == "sharded" and cuts_inside(x, layouts.out.rows):
+        layouts = layouts_of(*kind, inside=True)
+    return x.typed(weight.dtype).like((x.shape[0], weight.shape[1]), layouts.out)
+
+
+def cuts_inside(x: Tensor | TensorSpec, rows: tuple[str, ...]) -> bool:
     """Whether the last of these axes cuts inside the units of rows of x, because all axes together have more ranks than
     there are units. An axis of one rank does not cut. Raises LayoutError for ragged rows."""
     unit, shape = x.layout.units[0], x.grid.shape

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import mul
+from typing import Any
 
 from ..arrays import Array, random
+from ..arrays.bits import Bits
 from ..comm import assign, call
 from ..errors import DTypeError, LayoutError, Pmm3dError, hint
 from ..layout import LOW_PRECISION, Box, Layout, RaggedRows, real
@@ -16,6 +18,7 @@ from .compute import TensorSpec, array_namespace, column_sums, computing, local_
 from .contract import Gradient, LazyMatrix
 from .elementary import apply
 from .elementwise import GELU, GELU_TANH, RELU, SIGMOID, SILU, TANH, Elementwise, map_elementwise
+from .keep import Form
 from .parts import check_unit, in_units
 from .statistics import mean_squares, moments, sum_over
 from .tensor import Tensor, relayout, summed
@@ -175,6 +178,10 @@ def dropout(x: Tensor, p: float, seed: int, stream: int | Callable[[], int] = 0)
     Pmm3dError
         For another `p`.
 
+    Notes
+    -----
+    The mask that the backward pass needs takes a bit for each element.
+
     Examples
     --------
     >>> from pmm3d import DistMatrix, Grid, nn
@@ -190,26 +197,30 @@ def dropout(x: Tensor, p: float, seed: int, stream: int | Callable[[], int] = 0)
     spec = x.spec
     if isinstance(spec.shape[0], RaggedRows):
         spec.shape[0].refuse()
-    mask, scale = _dropout_mask(spec, x.box, p, seed, stream), 1 / (1 - p)
-    return x.from_op(
-        map_elementwise(spec, "dropout", MASKED, x.shard, mask, scale),
-        (x,),
-        lambda gradient, mask: (map_elementwise(spec, "dropout backward", MASKED, gradient, mask, scale),),
-        keep={"dropout.mask": mask},
-    )
+    mask, scale = _dropout_mask(spec, x.box, p, seed, stream, x.tape.tile), 1 / (1 - p)
+    out = map_elementwise(spec, "dropout", MASKED, x.shard, mask, scale)
+    form = Form.of(spec.grid, Bits(), mask)
+
+    def rule(gradient: Array, data: Array) -> tuple[Array]:
+        return (map_elementwise(spec, "dropout backward", MASKED, gradient, form.decoded(data), scale),)
+
+    is_kept = x.requires_grad and x.tape.recording and x.tape.keeping
+    return x.from_op(out, (x,), rule, keep={"dropout.mask": form.encoded(mask)} if is_kept else {})
 
 
 def check_probability(name: str, p: float) -> float:
     return real(p, f"{name} must be at least 0 and below 1", 0, Pmm3dError, 1)
 
 
-def _dropout_mask(spec: TensorSpec, box: Box, p: float, seed: int, stream: int | Callable[[], int]) -> Array:
-    """Mask of dropout of a shard, uint8."""
+def _dropout_mask(spec: TensorSpec, box: Box, p: float, seed: int, stream: int | Callable[[], int], tile: Any) -> Array:
+    """Mask of dropout of a shard, uint8. tile: of `Tape`."""
     library = spec.library
     mask = spec.grid.workspace.array(box.shape, "uint8", library)
+    runs = [(slice(None), box)] if tile is None else tile.runs(box)
 
     def fill(mask: Array) -> None:
-        fill_mask(mask, box, spec.shape[1], p, seed, stream() if callable(stream) else stream)
+        for rows, own in runs:
+            fill_mask(mask[rows], own, spec.shape[1], p, seed, stream() if callable(stream) else stream)
 
     if library.has_data:
         call(spec.grid.engine, fill, mask, writes=[mask])

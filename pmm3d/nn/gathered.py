@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 from ..arrays import Array, Workspace
-from ..comm import Axis, Collective, Grid, Link, Pending, run_schedule, wait_for_all
+from ..arrays.codecs import Codec
+from ..comm import Axis, Collective, Grid, Link, Pending, gathered_encoded, run_schedule, wait_for_all
 from ..errors import GridError, LayoutError
 from ..layout import is_folded, itemsize, offsets, part_sizes
 from ..model.machine import available_memory
 from ..model.schedule import shared_all_gather
 from .compute import TensorSpec
 from .overlap import Overlap
+
+if TYPE_CHECKING:
+    from .parallel import BackwardSync
 
 IDLE_PAUSES = 8
 """Number of `Weights.pause` calls after which an unused weight is assumed to belong to a discarded network."""
@@ -55,14 +59,17 @@ class Weights:
     When a weight is used, the weight that followed it in the previous pass is prefetched. If another pass of this step
     follows (`more`), the end of a backward pass in `unchanged` prefetches the first weight of the next forward pass.
 
+    With `Compression.weights` of `sync`, shards are encoded in messages. All ranks use the decoded block, so its bits
+    agree.
+
     after      functions that are called at the end of `unchanged`
 
     `budget` is the number of bytes of gathered weights that a rank keeps if `Overlap.keep_bytes` is None. It is None
     until the ranks have agreed on it. Without a budget, a dry run keeps all weights, because it has no machine.
     """
 
-    def __init__(self, grid: Grid):
-        self._grid, self.overlap, self.more = grid, Overlap(), False
+    def __init__(self, grid: Grid, sync: BackwardSync):
+        self._grid, self._sync, self.overlap, self.more = grid, sync, Overlap(), False
         self._is_apart, self.after = False, list[WeakMethod[Callable[[], None]]]()
         self._gathered: WeakKeyDictionary[Weight, Gathered] = WeakKeyDictionary()
         self._cached: dict[int, tuple[int, int]] = {}
@@ -72,15 +79,18 @@ class Weights:
         self._last: tuple[Gathered, str] | None = None
         self.budget: int | None = None
         self._context: object = None
+        self._held: dict[Weight, Array] | None = None
         grid._at_close(self._gathered.clear)
 
     def gathered(self, weight: Weight, phase: str) -> Array:
         """Return the gathered block of a weight. Collective along its axis, unless the block was kept.
 
-        Each of the G ranks along the axis receives (G-1)/G of the block.
+        Each of the G ranks along the axis receives (G-1)/G of the block, or the encoded shards of the other ranks.
         """
         if self._axis(weight).size == 1:
             return weight.shard
+        if self._held is not None and weight in self._held:
+            return self._held[weight]
         gathered = self._of(weight)
         if self._last is not None:
             before, its_phase = self._last
@@ -97,9 +107,20 @@ class Weights:
         if gathered.block is not None or gathered.copy is not None or self._fits_cache(nbytes):
             gathered.block = block
             self._cached[gathered.number] = nbytes, self.pauses
+        if self._held is not None:
+            self._held[weight] = block
         if self.overlap.oag:
             self._prefetch(weight, gathered, phase)
         return block
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Context that gathers each weight once, and holds its block to the end, for the passes of several tiles."""
+        outer, self._held = self._held, {} if self._held is None else self._held
+        try:
+            yield
+        finally:
+            self._held = outer
 
     def pause(self) -> None:
         """Note the end of a pass. Outside of `unchanged`, drop prefetched gathers and the blocks of unused weights."""
@@ -206,13 +227,14 @@ class Weights:
 
     def _start(self, weight: Weight, gathered: Gathered) -> Pending:
         grid, axis, shard = self._grid, self._axis(weight), weight.shard
+        codec = self._sync.compression.codec_of("weights", weight.dtype)
         if self.overlap.shared_weights and not is_folded(axis.name):
             gathered.copy = gathered.copy or NodeSharedBlock(grid, weight.spec)
-            return gathered.copy.fill(shard)
+            return gathered.copy.fill(shard, codec)
         gathered.copy, counts = None, weight.spec.counts(axis.name)
         block = weight.spec.new((sum(counts), shard.shape[1]))
         with grid.ledger.phase("gather W"):
-            return axis._all_gather_into(shard, block, counts)
+            return axis._all_gather_into(shard, block, counts, codec=codec)
 
     def _fits_cache(self, nbytes: int) -> bool:
         """Whether a block of this size may be kept in addition to the kept blocks. Collective if there is no budget."""
@@ -263,10 +285,11 @@ class NodeSharedBlock:
         weakref.finalize(self, _less, grid.workspace, own).atexit = False
         return memory
 
-    def fill(self, shard: Array) -> Pending:
+    def fill(self, shard: Array, codec: Codec | None = None) -> Pending:
         """Begin to fill the block, after a barrier of the node, because ranks may still read the old values.
 
-        Within a node no bytes are sent. Collective along the axis.
+        Within a node no bytes are sent. A codec encodes the shards that are sent to other nodes, and all nodes have the
+        decoded shards. Collective along the axis.
         """
         if self._filling is not None:  # a prefetch of outdated values
             self._filling.wait()
@@ -274,6 +297,11 @@ class NodeSharedBlock:
         def steps(link: Link) -> Collective[Array]:
             start, stop = offsets(self._counts)[link.rank :][:2]
             yield from wait_for_all(link, self._per_node)
+            if codec is not None and self._per_node < link.size:
+                given = link, self._library, shard, self.block, self._counts, codec, self._per_node
+                yield from gathered_encoded(*given)
+                yield from wait_for_all(link, self._per_node)
+                return self.block
             self.block[start:stop] = shard
             schedule = shared_all_gather(tuple(self._counts), link.rank, self._per_node)
             return (yield from run_schedule(link, self._library, schedule, self.block, self.block))

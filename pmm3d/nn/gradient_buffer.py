@@ -7,9 +7,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..arrays import Array, add_up, library_of
-from ..comm import Pending, assign, call
+from ..comm import NOTHING, Feedback, Pending, assign, call
 from ..errors import Pmm3dError
-from ..layout import FIRST, Layout, is_folded, itemsize
+from ..layout import EXPERT_DATA, FIRST, Layout, is_folded, itemsize
 from ..layout.layout import layout_of
 from ..product.relayout import relayout
 from .compute import TensorSpec
@@ -22,6 +22,15 @@ FAILED = (
     "backward: an earlier backward pass ended with an error and left incomplete gradients: discard them first "
     "(optimizer.zero_grad())"
 )
+
+
+def replica_axis(layout: Layout) -> str:
+    """Axis over which the state of a parameter can be sharded: that of the ranks along data with the same shard.
+
+    >>> replica_axis(Layout("y", "x")), replica_axis(Layout(("expert:2", "y"), "x"))
+    ('data', 'expert_data')
+    """
+    return EXPERT_DATA if any(map(is_folded, layout.splitting)) else "data"
 
 
 @dataclass(eq=False)
@@ -38,6 +47,8 @@ class GradientBuffer:
     is_open     whether `step` must refuse: a contribution was added under `no_sync`, and not summed since
     queues      queues of `defer_weights` that hold contributions
     scales      factors of the losses
+    feedback    what compressed sums have not contained yet, or None
+    apart       stage -> buffer of a tied weight for a later stage of this rank
     """
 
     of: TensorSpec
@@ -52,6 +63,8 @@ class GradientBuffer:
     failed: bool = False
     queues: set[object] = field(default_factory=set)
     scales: set[float] = field(default_factory=set)
+    feedback: Feedback | None = None
+    apart: dict[int, GradientBuffer] = field(default_factory=dict)
     times_forgotten: int = 0
 
     @cached_property
@@ -144,6 +157,12 @@ class GradientBuffer:
         """Mark the gradient as failed, after a backward pass or a sum that ended with an error."""
         self.failed, self.array, self.layout, self.pending, self.incoming = True, None, None, None, None
         self.is_open = False
+        self.forget_feedback()
+
+    def forget_feedback(self) -> None:
+        """Discard what compressed sums have not contained yet."""
+        if self.feedback is not None:
+            self.feedback.holds = NOTHING
 
     def forget(self) -> None:
         """Discard the gradient. Waits for sums in progress, because they write to the array."""

@@ -32,13 +32,19 @@ class Gradients:
         self.begin(True, Overlap(), Counter(), None)
 
     def begin(
-        self, sync: bool, overlap: Overlap, uses: Counter[GradientBuffer], agreed: Callable[[], None] | None
+        self,
+        sync: bool,
+        overlap: Overlap,
+        uses: Counter[GradientBuffer],
+        agreed: Callable[[], None] | None,
+        compression: str = "",
     ) -> None:
-        """Begin a backward pass. uses: number of contributions to each gradient.
+        """Begin a backward pass. uses: number of contributions to each gradient; compression: of their sums over data.
 
         `agreed` is called before the first collective of the pass. It raises an error if ranks sum different gradients.
         """
         self._sync, self._overlap, self._sums.overlap, self._left = sync, overlap, overlap, Counter(uses)
+        self._sums.compression = compression
         self._grid.engine.before_next = agreed
 
     def add(self, buffer: GradientBuffer, part: Contribution) -> None:
@@ -52,7 +58,7 @@ class Gradients:
         out, beta, adds = to.accumulate(layout.sums)
         if kind == "stay" and adds:
             to.wait()
-            _fill(self._grid.engine, contribution, out, beta)
+            fill(self._grid.engine, contribution, out, beta)
         elif kind == "reduce_scatter" and adds:
             self._reduce_scatter(to, contribution, self._grid.axis(axis), out, beta)
         else:
@@ -62,6 +68,10 @@ class Gradients:
         if self._overlap.buckets and complete:
             self._sums.put(buffer)
             del self._open[buffer]
+
+    def absorbed(self, buffer: GradientBuffer) -> None:
+        """Note that the caller added a contribution to another one, which `add` gets later."""
+        self._left[buffer] -= 1
 
     def _sums_now(self, buffer: GradientBuffer) -> bool:
         """Whether the sums of a gradient begin in this pass. For a scattered gradient (ZeRO-2), in every pass."""
@@ -74,7 +84,7 @@ class Gradients:
         if not sum(counts):
             return
         partial = self._partials.next_array(to.message, (sum(counts), cols))
-        _fill(self._grid.engine, part, partial, 0)
+        fill(self._grid.engine, part, partial, 0)
         with self._grid.ledger.phase("reduce dW"):
             to.pending = axis._reduce_scatter_into(
                 partial, out, counts, beta, after=[] if to.pending is None else [to.pending]
@@ -89,12 +99,12 @@ class Gradients:
         array = None if isinstance(part, LazyMatrix) else part.array
         if array is None or spec.dtype != to.of.dtype:
             array = spec.new(part.shape if isinstance(part, LazyMatrix) else tuple(part.array.shape))
-            _fill(self._grid.engine, part, array, 0)
+            fill(self._grid.engine, part, array, 0)
         with self._grid.ledger.phase("relayout"):
             moved = relayout(self._grid, array, spec.shape, part.layout, layout).wait()
         to.wait()
         if adds:
-            _fill(self._grid.engine, Gradient(moved, layout), to.array, beta)
+            fill(self._grid.engine, Gradient(moved, layout), to.array, beta)
 
     def finish(self) -> None:
         """End a backward pass: begin the sums that have not begun, without waiting for them."""
@@ -136,7 +146,7 @@ class Gradients:
         self.begin(self._sync, self._overlap, Counter(), None)
 
 
-def _fill(engine: Engine, part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
+def fill(engine: Engine, part: Gradient | LazyMatrix, out: Array, beta: int) -> None:
     """Compute out = beta out + part."""
     if isinstance(part, LazyMatrix):
         part.fill(out, beta, EVERYTHING)

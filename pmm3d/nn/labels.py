@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, library_of
+from ..arrays import Array, NumpyLibrary, library_of
 from ..errors import LayoutError, Pmm3dError
 from ..layout import Layout
 from ..layout.layout import layout_of
@@ -81,6 +81,18 @@ def weights_of(host: np.ndarray, ignored: int | None, class_weights: np.ndarray 
     return counted.astype(float) if class_weights is None else class_weights[np.where(counted, host, 0)] * counted
 
 
+def row_weights(rows: Tensor, labels: Matrix, ignored: int | None, class_weights: np.ndarray | None) -> Array:
+    """Weight of each of this rank's rows, for a column with a term of each row."""
+    matrix, dtype = _aligned_labels(rows, labels), rows.spec.accumulation.dtype
+    if not matrix.library.has_data:
+        return rows.library.empty((rows.spec.local_shape[0],), dtype)
+    if matrix.library == rows.library and not rows.library.on_host:
+        tables = [] if class_weights is None else [class_weights]
+        return _weights_there(matrix.local.reshape(-1), ignored, tables, rows.library, dtype)[0]
+    host = matrix.library.to_numpy(matrix.local).reshape(-1)
+    return rows.library.from_numpy(weights_of(host, ignored, class_weights), dtype)
+
+
 def check_weights(
     logits: Tensor, weight: Sequence[float] | np.ndarray | None, loss: str, argument: str, *others: Any
 ) -> np.ndarray | None:
@@ -95,6 +107,8 @@ def check_weights(
         weights = np.empty(0)
     if weights is None and not logits.grid.debug:
         return None
+    if logits.tape.tile is not None and logits.tape.tile.checked:
+        return weights
     of_classes = argument == "weight"
     given, recorder = None if weights is None else weights.tolist(), logits.grid.engine.recorder
     with (
@@ -125,25 +139,32 @@ def _labels_there(logits: Tensor, labels: Matrix, ignored: int | None, of_classe
         _check_labels(logits, library_of(matrix.local).to_numpy(matrix.local).reshape(-1), False, ignored)
         if ignored is None:
             (labels.value if isinstance(labels, Tensor) else labels).labels_below = logits.shape[1]
-    held = matrix.local.reshape(-1)
+    held, wide = matrix.local.reshape(-1), logits.spec.accumulation.dtype
     if matrix.library != library:
         held = library.from_numpy(matrix.library.to_numpy(held), "int64")
     inside = (held >= box.c0) & (held < box.c1)
     right = (held >= 0) & (held < logits.shape[1])
-    row_weights, totals, wide = None, None, logits.spec.accumulation.dtype
+    weights = [] if ignored is None and not of_classes else _weights_there(held, ignored, of_classes, library, wide)
     if ignored is not None:
-        counted = held != ignored
-        inside, right = inside & counted, right | (held == ignored)
-        row_weights = totals = library.astype(counted, wide)
+        inside, right = inside & (held != ignored), right | (held == ignored)
     own_weights = library.astype(inside, wide)
     if of_classes:
-        index = held.clip(0, logits.shape[1] - 1)
-        known, mixed = (library.from_numpy(each, wide)[index] for each in of_classes)
-        own_weights = own_weights * known
-        row_weights, totals = (known, mixed) if row_weights is None else (known * row_weights, mixed * row_weights)
+        own_weights = own_weights * weights[0]
+    row_weights, totals = (weights[0], weights[-1]) if weights else (None, None)
     columns = (held - box.c0).clip(0, max(0, box.shape[1] - 1))
     rows = library.astype(library.words(0, box.shape[0]), "int64")
     return OwnLabels(rows, columns, xp.log(library.astype(right, wide)), own_weights, row_weights, totals)
+
+
+def _weights_there(
+    held: Array, ignored: int | None, of_classes: Sequence[np.ndarray], library: NumpyLibrary, dtype: str
+) -> list[Array]:
+    """`weights_of` labels on a device, for several `class_weights`, or without them."""
+    found = [library.from_numpy(each, dtype)[held.clip(0, len(each) - 1)] for each in of_classes]
+    if ignored is None:
+        return found
+    counted = library.astype(held != ignored, dtype)
+    return [each * counted for each in found] or [counted]
 
 
 def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.ndarray | None:
@@ -154,6 +175,17 @@ def labels_of(logits: Tensor, labels: Matrix, ignored: int | None = None) -> np.
     host = matrix.library.to_numpy(matrix.local).reshape(-1)
     _check_labels(logits, host, _known(logits, labels), ignored)
     return host
+
+
+def check_all_labels(logits: Tensor, labels: Matrix, ignored: int | None) -> None:
+    """Check the labels of all rows, before the loss is computed by tiles. On a device, the host checks each matrix
+    once; with ignore_index, in each call."""
+    if logits.library.on_host:
+        labels_of(logits, labels, ignored)
+    elif ignored is not None or not _known(logits, labels):
+        labels_of(logits, labels, ignored)
+        if ignored is None:
+            (labels.value if isinstance(labels, Tensor) else labels).labels_below = logits.shape[1]
 
 
 def _known(logits: Tensor, labels: Matrix) -> bool:

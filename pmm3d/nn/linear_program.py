@@ -61,6 +61,8 @@ class LinearProgram:
 
     def forward(self, x: Array) -> tuple[Array, Sequence[Array] | None]:
         """Return O, and the arrays that `backward` needs, or None if no backward pass follows. Collective."""
+        if self._tape.forms is not None:
+            self._tape.forms.refuse()
         full = self._gathered(self._tape.phase)
         out = self._new(self._rows, full.shape[1])
         if self._begins is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import inf, nan, prod
 from numbers import Real
 from typing import Any, Literal, NamedTuple, overload
@@ -23,7 +24,7 @@ from ..product import DistMatrix
 from .arithmetic import cast
 from .compute import PER_ELEMENT, TensorSpec, array_namespace, computing
 from .elementwise import Elementwise, map_elementwise
-from .labels import OwnLabels, check_weights, layout_of_rows, local_labels, weights_of
+from .labels import OwnLabels, check_weights, layout_of_rows, local_labels, row_weights, weights_of
 from .ragged_rows import same_rows
 from .statistics import begin_sum, log_sum_exp, share, sum_over
 from .tape import Rule, Tape
@@ -471,6 +472,8 @@ def cross_entropy(
     largest logit, the sum of exponentials, and the logit of the label. With `ignore_index` or `weight` a mean waits for
     the sum over the ranks. "sum_count" then sends the number in a message of its own.
 
+    Logits of a `TiledHead` are computed by tiles of rows, in the loss and once more in the backward pass.
+
     Examples
     --------
     >>> import numpy as np
@@ -490,6 +493,9 @@ def cross_entropy(
         )
     _check_reduction("cross_entropy", reduction, ("sum_count",))
     check_smoothing("cross_entropy", label_smoothing)
+    if logits.tiled is not None:
+        tiled: Tensor = logits.tiled.cross_entropy(labels, reduction, ignore_index, weight, label_smoothing)
+        return tiled
     logits = summed(logits)
     class_weights = check_weights(logits, weight, "cross_entropy", "weight", label_smoothing)
     spec, xp, by_rows, sharp = logits.spec, array_namespace(logits.shard), reduction == "none", 1 - label_smoothing
@@ -516,25 +522,13 @@ def cross_entropy(
         latest.update(found)
         found["row_weights"] = row_weights
 
-    def divide(value: Array) -> None:
-        """Divide the sum of the terms by the number of labels that count. Change `factors` accordingly."""
-        if terms is not None:
-            number, factors[0] = terms()
-            value[...] = value * (factors[0] if number else nan)
-            return
-        value[...], share_of_row = _weighted_mean(spec, value[0, 0], found["row_weights"])
-        if spec.library.on_host:
-            factors[0] = float(share_of_row[0, 0])
-        else:
-            found["cross_entropy.number"] = latest["cross_entropy.number"] = share_of_row
-
     engine, factors, step = spec.grid.engine, [_weight(spec.shape[:1], reduction)], logits.tape.step
     weighs, terms = ignore_index is not None or class_weights is not None, None
     divides = weighs and reduction == "mean"
     call(engine, forward, logits.shard, value, writes=[value])
     if divides:
         terms = None if step is None else step.terms_of_mean(labels, ignore_index, class_weights)
-        call(engine, divide, value, updates=[value])
+        call(engine, partial(_divide, spec, terms, factors, found, latest), value, updates=[value])
     del found["row_weights"]
     keep, names = {"cross_entropy.logits": logits, **found}, [*found]
     if engine.recorder is None:
@@ -573,6 +567,39 @@ def cross_entropy(
     return _summed((logits,), value, rule, keep, (), reduction == "mean" and not divides, number)
 
 
+def reduced(
+    terms: Tensor, labels: Matrix, reduction: str, ignored: int | None, class_weights: np.ndarray | None
+) -> Tensor:
+    """Mean or sum of the terms of `cross_entropy`, (m, 1), with the bits of the loss of all logits at once."""
+    spec, step, weighs = terms.spec, terms.tape.step, ignored is not None or class_weights is not None
+    engine, value, divides = spec.grid.engine, spec.new((1, 1)), weighs and reduction == "mean"
+    factors, found = [1.0 if divides else _weight(spec.shape[:1], reduction)], dict[str, Array]()
+    number = step.terms_of_mean(labels, ignored, class_weights) if divides and step is not None else None
+
+    def forward(local: Array, value: Array) -> None:
+        value[...] = array_namespace(local).sum(local[:, 0]) * (1 if divides else factors[0])
+        if divides:
+            if number is None:
+                found["row_weights"] = row_weights(terms, labels, ignored, class_weights)
+            _divide(spec, number, factors, found, found, value)
+            found.pop("row_weights", None)
+
+    call(engine, forward, terms.shard, value, writes=[value])
+
+    def backward(gradient: Array, dx: Array) -> None:
+        dx[...] = _factor(spec, gradient, found.get("cross_entropy.number", factors[0]))
+
+    def rule(gradient: Array) -> tuple[Array]:
+        dx = spec.new()
+        call(engine, backward, gradient, dx, writes=[dx])
+        return (dx,)
+
+    if divides and number is None:
+        return terms.from_op(value, (terms,), rule, shape=(1, 1), layout=SCALAR)
+    of_rows = reduction == "mean" and not divides
+    return _summed((terms,), value, rule, {}, (), of_rows, None if number is None else number()[0])
+
+
 def check_smoothing(name: str, label_smoothing: float) -> None:
     if not (isinstance(label_smoothing, Real) and 0 <= label_smoothing <= 1):
         raise Pmm3dError(f"{name}: label_smoothing is a number from 0 to 1; got {label_smoothing!r}")
@@ -607,6 +634,27 @@ def _weighted_mean(spec: TensorSpec, own: Array, row_weights: Array) -> tuple[Ar
     total = sums[:, 1:]
     share_of_row = 1 / xp.where(total > 0, total, 1)
     return xp.where(total > 0, sums[:, :1] * share_of_row, nan), share_of_row
+
+
+def _divide(
+    spec: TensorSpec,
+    terms: Callable[[], tuple[float, float]] | None,
+    factors: list[float],
+    found: dict[str, Any],
+    latest: dict[str, Any],
+    value: Array,
+) -> None:
+    """Divide the sum of the terms by the number of labels that count. Set the factor of a term: a number in `factors`,
+    or on a device an array in `found` and `latest`. Collective, unless the number is that of a step (`terms`)."""
+    if terms is not None:
+        number, factors[0] = terms()
+        value[...] = value * (factors[0] if number else nan)
+        return
+    value[...], share_of_row = _weighted_mean(spec, value[0, 0], found["row_weights"])
+    if spec.library.on_host:
+        factors[0] = float(share_of_row[0, 0])
+    else:
+        found["cross_entropy.number"] = latest["cross_entropy.number"] = share_of_row
 
 
 def _factor(spec: TensorSpec, gradient: Array, weight: Any) -> float | Array:

@@ -108,6 +108,8 @@ class Module:
     """Whether `forward` of this very class carries out the same instructions in each call (`nn.replay`)."""
     varies = ""
     """Reason why `forward` carries out other instructions in each call, or ""."""
+    selected = ""
+    """Name of the attribute that a selective recomputation computes again, or ""."""
     arguments: tuple[str, ...] = ()
     """Names of attributes that are no facts, because instructions read them when they run."""
 
@@ -121,7 +123,8 @@ class Module:
         look = None if tape is None else tape.inspect
         if look is not None:
             for out in made if isinstance(made, tuple) else (made,):
-                look(self, out)
+                if getattr(out, "tiled", None) is None or not out.requires_grad:  # otherwise there are no values
+                    look(self, out)
         return made
 
     @property
@@ -139,6 +142,9 @@ class Module:
     def _gradient_buffers(self) -> list[tuple[str, GradientBuffer]]:
         """(name of the parameter, its gradient)."""
         return [(each.name, each.grad_buffer) for each in self.parameters()]
+
+    def _sum_tied(self, part_of: Any = None) -> None:
+        """As `Pipeline._sum_tied`. Another network has no stages."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Return the result of the module. A subclass defines this method; users call the module."""

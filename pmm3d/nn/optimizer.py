@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from math import inf
+from math import inf, prod
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -15,9 +15,12 @@ from ..errors import DTypeError, Pmm3dError, hint
 from ..product import DistMatrix
 from .compute import computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
+from .low_states import CODING, LEAST, LOW_STATES, StateMatrix, check_states, store
 from .module import Module
+from .offloaded_states import OffloadedStates
 from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, note_memory, replica_axis, state_name
 from .parameter import Parameter
+from .store import Store, agree_on_stores
 
 Group = dict[str, Any]
 """Options of a group by name ("lr", "weight_decay", ...), and its parameters as "params"."""
@@ -112,6 +115,9 @@ class Optimizer:
     shard_over_data : bool or str
         "states" or True (ZeRO-1): each rank along data keeps the state of its part of each parameter, and changes this
         part. "gradients" (ZeRO-2): each rank also keeps its part of the gradients only. Default: False.
+    states : str
+        Form of the states of matrices with at least 4,096 elements. "int8": 8 bits, and a scale for each 256 columns of
+        a row. "bfloat16": 16 bits, rounded up or down at random. "" (default): the type of the master weight.
     **options
         Further options that the class names in `defaults`.
 
@@ -129,7 +135,10 @@ class Optimizer:
     ------
     Pmm3dError
         On every rank, for unknown options, for values out of range, and for a parameter that occurs twice or is on
-        another grid. By the next call, for groups that lack a parameter which they had.
+        another grid. By the next call, for groups that lack a parameter which they had. With `states`, for an optimizer
+        with `update_shard` or with states of other types, and for Muon.
+    DTypeError
+        With `states`, for parameters whose master weight is not float32.
 
     Notes
     -----
@@ -177,12 +186,13 @@ class Optimizer:
         weight_decay: float = 0.0,
         decay_vectors: bool = True,
         shard_over_data: bool | str = False,
+        states: str = "",
         **options: Any,
     ):
         given, base = list[Any](parameters), Optimizer
         if (type(self).update, type(self).update_shard) == (base.update, base.update_shard):
             raise Pmm3dError(f"{type(self).__name__} has no method update: define it, or update_shard")
-        self._sharded, self._parameters = shard_over_data, list[Parameter]()
+        self._sharded, self._low, self._parameters = shard_over_data, states, list[Parameter]()
         self._options_given = {
             **{name: each.default if isinstance(each, Option) else each for name, each in self.defaults.items()},
             "lr": lr,
@@ -190,12 +200,13 @@ class Optimizer:
             "decay_vectors": decay_vectors,
             **options,
         }
-        self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data"])
+        self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data", "states"])
         grouped = given and all(isinstance(each, Mapping) for each in given)
         self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
         self.steps, self.steps_without_grad, self._noted = 0, Counter[Parameter](), 0
         self._state: dict[Parameter, dict[str, Array]] = {}
         self._parts: dict[Parameter, Part] = {}
+        self._offloaded: OffloadedStates | None = None
         if shard_over_data not in (False, True, *SHARDED):
             raise Pmm3dError(
                 f'{type(self).__name__}: shard_over_data is False, "states" (or True) or "gradients"; got '
@@ -294,6 +305,7 @@ class Optimizer:
         if self.needs_real and (others := [each.name for each in parameters if each.dtype.startswith("complex")]):
             text = f"{name}: {', '.join(others)} is complex, and {name} needs real parameters"
             raise DTypeError(f"{text}: give complex parameters an optimizer of their own, such as SGD")
+        check_states(name, self._low, self._updates_elements(), parameters)
 
     def check_options(self, options: Options) -> None:
         """Raise Pmm3dError for options of a group that are out of range."""
@@ -333,14 +345,27 @@ class Optimizer:
             raise Pmm3dError(f"step: the factor is a positive number; got {factor!r}")
         if check:
             check_finite(self.gradient_norm())
+        offloaded = self._offloaded
+        if Store in self.grid.attached:
+            agree_on_stores(self.grid, None if offloaded is None else offloaded.store)
         filled, gathers = self._with_gradient(), list[Pending]()
         self.steps += 1
+        batches = self._batches()
+        if offloaded is not None:
+            try:
+                offloaded.begin(batches)
+            except BaseException:
+                self.steps -= 1
+                raise
         if len(filled) < len(self._parameters):
             self.steps_without_grad.update({*self._parameters}.difference(filled))
         with self.grid.ledger.phase("optimizer"):
-            for batch in self._batches():
+            for number, batch in enumerate(batches):
                 try:
-                    self._change(batch, factor, keep_gradients)
+                    if offloaded is None:
+                        self._change(batch, factor, keep_gradients)
+                    else:
+                        offloaded.change(number, factor, keep_gradients)
                 finally:  # after an error, too: some parameters have changed
                     for part, _ in batch:
                         part.parameter.version += 1
@@ -359,12 +384,78 @@ class Optimizer:
                 parameter.grad_buffer.scales = {1.0}
         else:
             self.zero_grad()
+        if offloaded is not None:
+            offloaded.end()
+
+    def offload(self, store: Store) -> None:
+        """Keep the states in a store between steps, from the first step on.
+
+        Parameters
+        ----------
+        store : Store
+            A store of the grid of the network, also that of `nn.offload`.
+
+        Raises
+        ------
+        Pmm3dError
+            If there are states already, for states of 8 or 16 bits, or if the store is of another grid. In a step, on
+            every rank and before a weight is changed, if the store has no room or lost states.
+
+        Notes
+        -----
+        A step gets and puts each state once. While it updates some parameters, the states of the next ones are got, and
+        those of the last ones are put. They are in up to three buffers of equal sizes: the states of the largest
+        parameter or of a batch of small ones, up to 32 MiB if the optimizer updates each element by itself. Bits do not
+        change. `matrices` returns arrays over the memory of the store, so a checkpoint needs no further memory, unless
+        it is written in the background. A file holds master weights, too; memory of the host does not.
+
+        Source: ZeRO-Offload (Ren et al. 2021); ZeRO-Infinity (Rajbhandari et al. 2021).
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from pmm3d import DistMatrix, Grid, nn
+        >>> from pmm3d.nn import optim
+        >>> with tempfile.TemporaryDirectory() as folder, Grid(shape="ddp") as grid:
+        ...     net, x = nn.Linear(grid, 8, 8, bias=False), DistMatrix.random(grid, (8, 8), dtype="float32")
+        ...     opt = optim.AdamW(net.parameters(), lr=0.1)
+        ...     opt.offload(store := nn.Store(grid, folder))
+        ...     for _ in range(2):
+        ...         nn.mse(net(x), x).backward()
+        ...         opt.step()
+        ...     store.written, store.read
+        (1024, 512)
+        """
+        name = type(self).__name__
+        if self._state:
+            raise Pmm3dError(
+                f"{name}.offload: there are states already. Call it before the first step, and before a "
+                "checkpoint is loaded"
+            )
+        if store.grid is not self.grid:
+            raise Pmm3dError(f"{name}.offload: the store is on another Grid: make it on that of the network")
+        if self._low:
+            raise Pmm3dError(
+                f"{name}.offload: a store holds states of the type of the weights: leave states = {self._low!r} out, "
+                "or leave the states in memory"
+            )
+        self._offloaded = OffloadedStates(self, store)
+
+    @classmethod
+    def _updates_elements(cls) -> bool:
+        """Whether each element of a weight is updated with its own states only."""
+        return (cls._change, cls.update_shard) == (Optimizer._change, Optimizer.update_shard)
 
     def _held(self) -> dict[Parameter, Collection[Array]]:
+        if self._offloaded is not None:
+            buffers = [each for of in self._offloaded.buffers.values() for each in of]
+            return {each: [] if place else buffers for place, each in enumerate(self.parameters)}
         return {each: self._state.get(each, {}).values() for each in self.parameters}
 
     def _skip(self) -> None:
         """Count a step that changes no parameter, and drop the gradients."""
+        if Store in self.grid.attached:
+            agree_on_stores(self.grid, None)
         self._with_gradient()
         self.steps += 1
         self.steps_without_grad.update(self.parameters)
@@ -375,6 +466,7 @@ class Optimizer:
         part = self._parts.get(parameter)
         if part is None or part.spec is not parameter.spec:
             part = self._parts[parameter] = Part(parameter, self._splits(parameter))
+            part.is_low = bool(self._low) and not part.is_vector and prod(parameter.shape) >= LEAST
         return part
 
     def _batches(self) -> list[Batch]:
@@ -589,14 +681,17 @@ class Optimizer:
         for part, options, gradient, states in changes:
             low, state = part.stored(), list[Array]()
             for array in states:
-                state.append(array.reshape(-1))
+                if part.is_low:
+                    array.close()
+                state.append(array if part.is_low else array.reshape(-1))
             weight = part.weight() if part.has_master else low
             if not part.library.has_data:
                 changed = [weight, *state, *([gradient] * (factor != 1))]
                 nbytes = sum(array.nbytes for array in (gradient, *changed, *changed, *[low] * part.has_master))
+                coding = CODING * part.size * len(state) if part.is_low else 0
                 assert self.grid.dry_run is not None
-                self.grid.dry_run.passed(self._pass_name, round(self.passes * nbytes))
-            elif part.size > part.slice_size:
+                self.grid.dry_run.passed(self._pass_name, round(self.passes * nbytes) + coding)
+            elif part.size > part.slice_size or (part.is_low and part.size):
                 self._apply_in_slices(part, (weight, gradient, state, options), low, factor)
             elif part.size:
                 if factor != 1 or part.casts:
@@ -614,14 +709,20 @@ class Optimizer:
     def _apply_in_slices(self, part: Part, arrays: Slice, low: Array, factor: float) -> None:
         """Call `update` on slices of this rank's part of a parameter."""
         weight, gradient, state, options = arrays
+        low_states = state if part.is_low else ()
+        cols = part.shape[1] if low_states else 1
 
-        def change(chunk: slice) -> None:
+        def change(rows: slice) -> None:
+            chunk = slice(rows.start * cols, rows.stop * cols)
             own = _scaled(part, gradient[chunk], factor)
-            self._update_slices([(weight[chunk], own, [array[chunk] for array in state], options)])
+            held = [each.read(rows).reshape(-1) for each in low_states] or [array[chunk] for array in state]
+            self._update_slices([(weight[chunk], own, held, options)])
+            if low_states:
+                store(low_states, rows, held, options["step"])
             if part.has_master:
                 low[chunk] = weight[chunk]
 
-        parallel_rows(part.library, change, (part.size,), part.slice_size)
+        parallel_rows(part.library, change, part.shape if low_states else (part.size,), part.slice_size)
 
     def _update_slices(self, slices: Sequence[Slice]) -> None:
         """Call `update` on arrays of several parameters, whose options differ in "step" only. Several threads may call
@@ -634,17 +735,31 @@ class Optimizer:
         not be changed."""
         parameter = part.parameter
         held, forms = self._state.setdefault(parameter, {}), self.state_forms(parameter, options)
+        if self._offloaded is not None:
+            return self._offloaded.arrays(part, forms)
         if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
             self._check_forms(forms)
-            for name, form in forms.items():
-                if name not in held:
-                    layout = form.layout(part.layout)
-                    shape = layout.box(form.shape(parameter.shape), self.grid.shape, self.grid.coords).shape
-                    dtype = dtype_named(form.dtype) if form.dtype else part.types.master
+            for name, (shape, dtype) in self._forms_here(part, forms).items():
+                if name in held:
+                    continue
+                parameter.has_state = True
+                if part.is_low:
+                    with self.grid.ledger.holding("state"):
+                        held[name] = LOW_STATES[self._low](part, len(held))
+                else:
                     with self.grid.ledger.holding("state"):
                         held[name] = parameter.library.empty(shape, dtype)
-                    held[name][...], parameter.has_state = 0, True
+                    held[name][...] = 0
         return held if [*held] == [*forms] else {name: held[name] for name in forms}
+
+    def _forms_here(self, part: Part, forms: Mapping[str, StateForm]) -> dict[str, tuple[tuple[int, int], str]]:
+        """Name -> (shape, type) of this rank's part of a state."""
+        made = dict[str, tuple[tuple[int, int], str]]()
+        for name, form in forms.items():
+            shape, layout = form.shape(part.parameter.shape), form.layout(part.layout)
+            dtype = dtype_named(form.dtype) if form.dtype else part.types.master
+            made[name] = layout.box(shape, self.grid.shape, self.grid.coords).shape, dtype
+        return made
 
     def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
         """Raise Pmm3dError if `state_forms` does not fit the class."""
@@ -653,6 +768,8 @@ class Optimizer:
             raise Pmm3dError(f'{name}: state_names is one text: write a tuple, ("{self.state_names}",)')
         if unknown := [each for each in forms if each not in self.state_names]:
             raise Pmm3dError(f"{name}: state_forms has {', '.join(unknown)}: add the name to state_names")
+        if self._low and (typed := [each for each, form in forms.items() if form.dtype]):
+            raise Pmm3dError(f"{name}: the state {typed[0]} has a type of its own: leave states = {self._low!r} out")
         if type(self).update_shard is Optimizer.update_shard:
             for each, form in forms.items():
                 if (form.rows, form.cols) != (None, None):
@@ -681,15 +798,23 @@ class Optimizer:
         Pmm3dError
             Without `paths`, if two parameters have the same name.
         """
-        matrices, options = dict[str, DistMatrix](), self._options()
+        matrices, options, parts = dict[str, DistMatrix](), self._options(), dict[str, Part]()
         for path, parameter in self._by_path(paths).items():
             part, forms = self._part(parameter), self.state_forms(parameter, options[parameter])
             if parameter.requires_grad or parameter in self._state or _is_stored(path, forms, stored):
-                for name, array in self._states(part, options[parameter]).items():
-                    shape, form = forms[name].shape(parameter.shape), forms[name].layout(part.layout)
-                    matrices[state_name(path, name)] = DistMatrix(self.grid, array, shape, form)
-                if parameter.precision.has_master:
-                    matrices[path] = parameter._master_in(part.layout)
+                parts[path] = part
+        views: Mapping[Parameter, dict[str, Array]] = {}
+        if self._offloaded is not None:
+            views = self._offloaded.prepare([(part, options[part.parameter]) for part in parts.values()], viewed=True)
+        for path, part in parts.items():
+            parameter, forms = part.parameter, self.state_forms(part.parameter, options[part.parameter])
+            matrix = StateMatrix.of if part.is_low else DistMatrix
+            states = views[parameter] if parameter in views else self._states(part, options[parameter])
+            for name, array in states.items():
+                shape, form = forms[name].shape(parameter.shape), forms[name].layout(part.layout)
+                matrices[state_name(path, name)] = matrix(self.grid, array, shape, form)
+            if parameter.precision.has_master:
+                matrices[path] = parameter._master_in(part.layout)
         return matrices
 
     def state(self, paths: Mapping[str, Parameter] | None = None) -> dict[str, Any]:

@@ -11,9 +11,11 @@ from ..arrays import Array
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Grid, Pending
 from ..errors import Pmm3dError
-from ..layout import EXPERT_DATA, Layout, is_folded, itemsize, offsets
+from ..layout import Layout, itemsize, offsets
 from ..layout.layout import layout_of
 from .compute import PER_ELEMENT, array_namespace, stacked
+from .feedback import FEEDBACK
+from .gradient_buffer import replica_axis as replica_axis
 from .parameter import Parameter
 from .statistics import sum_over
 
@@ -38,22 +40,13 @@ def average_name(parameter: str) -> str:
 
 def names_of_weights(stored: Collection[str], ema: bool) -> dict[str, str]:
     """Parameter -> name of its values in a checkpoint. ema: those of the average, if there is one."""
-    weights = [name for name in stored if not name.startswith((STATE, AVERAGE))]
+    weights = [name for name in stored if not name.startswith((STATE, AVERAGE, FEEDBACK))]
     return {name: average_name(name) if ema and average_name(name) in stored else name for name in weights}
 
 
 def state_name(parameter: str, state: str) -> str:
     """Name of a state array of a parameter in a checkpoint."""
     return f"{STATE}{parameter}/{state}"
-
-
-def replica_axis(layout: Layout) -> str:
-    """Axis over which the state of a parameter can be sharded: that of the ranks along data with the same shard.
-
-    >>> replica_axis(Layout("y", "x")), replica_axis(Layout(("expert:2", "y"), "x"))
-    ('data', 'expert_data')
-    """
-    return EXPERT_DATA if any(map(is_folded, layout.splitting)) else "data"
 
 
 def note_memory(grid: Grid) -> None:
@@ -65,7 +58,14 @@ def note_memory(grid: Grid) -> None:
         "weights": [each.shard for each in own],
         "gradients": [each.grad_buffer.array for each in own if each.grad_buffer.array is not None],
         "state": [array for _, states in held for array in states]
-        + [each.master.local for each in own if each.master is not None],
+        + [each.master.local for each in own if each.master is not None and not each.master_is_stored]
+        + [
+            array
+            for each in own
+            for buffer in (each.grad_buffer, *each.grad_buffer.apart.values())
+            if buffer.feedback
+            for array in buffer.feedback.arrays
+        ],
     }
     grid.ledger.memory.update((kind, sum(each.nbytes for each in held)) for kind, held in arrays.items())
 
@@ -121,7 +121,12 @@ class Part:
     is_first    whether this rank is the first of those that update these elements
     casts       whether the gradient has another type than the weight that is updated
     gradient_bytes   bytes of an element of the gradient
+    is_low      whether the states have the form that `states` of the optimizer names
+    staged      the master weight in memory while it is updated, if a store holds it (`Optimizer.offload`)
     """
+
+    is_low = False
+    staged: Array | None = None
 
     def __init__(self, parameter: Parameter, is_split: bool):
         grid, buffer = parameter.grid, parameter.grad_buffer
@@ -164,6 +169,8 @@ class Part:
 
     def weight(self) -> Array:
         """This rank's part of the master weight, or of the parameter if it has none, as a flat array."""
+        if self.staged is not None:
+            return self.staged
         return self.parameter._master_in(self.layout).local.reshape(-1) if self.has_master else self.stored()
 
     def all_gather(self) -> Pending:

@@ -8,6 +8,7 @@ from zlib import crc32
 
 from ..comm import Axis, Grid, RepeatedSum
 from ..errors import DisagreementError, Pmm3dError
+from .compression import Compression
 from .contract import Contribution
 from .gathered import Weights
 from .gradient_buffer import GradientBuffer, Leaf
@@ -28,7 +29,7 @@ class BackwardSync:
     ranks, also those of the passes since the last comparison. A pass with the parameters of an earlier pass sends no
     comparison in two cases: in `no_sync`, and if the caller compares `digest` later (`defers_agreement`).
 
-    overlap    all ranks may replace it between steps
+    overlap, compression   all ranks may replace them between steps
     deferred   None, or the function that receives contributions instead of `gradients` (see `defer_weights`)
     proposal   number that the agreement of a step sums over all ranks (`Replays`);   proposals   the last sum
     program    number of the program that this step replayed (`Replays`), 0 for none;   programs_differ   whether it
@@ -40,7 +41,8 @@ class BackwardSync:
     """
 
     def __init__(self, grid: Grid):
-        self.grid, self.weights, self.gradients = grid, Weights(grid), Gradients(grid)
+        self.grid, self.weights, self.gradients = grid, Weights(grid, self), Gradients(grid)
+        self.compression = Compression()
         self.deferred: Callable[[Leaf, Contribution], None] | None = None
         self.defers_agreement = False
         self.digest = self.passes = 0
@@ -88,7 +90,7 @@ class BackwardSync:
         """more: whether another pass follows in the same step."""
         self._phase, self.weights.more = self.grid.ledger.phase("backward"), more
         self._phase.__enter__()
-        self.gradients.begin(sync, self.overlap, buffers, agreed)
+        self.gradients.begin(sync, self.overlap, buffers, agreed, self.compression.gradients)
 
     def finish(self) -> None:
         """End a pass: start all sums of gradients that are due (`Gradients.finish`), without waiting for them."""

@@ -71,7 +71,7 @@ class Parameter(Tensor):
     True
     """
 
-    has_state, in_norm = False, True
+    has_state, in_norm, master_is_stored = False, True, False
     master: DistMatrix | None = None
     _rounded: tuple[object, ...] = ()
     """`_written` at the time when the value was last equal to the rounded master weight."""

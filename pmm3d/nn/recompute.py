@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from ..arrays import Array
 from ..comm import call
 from ..errors import Pmm3dError
 from ..layout import Layout
+from ..text import bytes_in
 from .compute import override
 from .module import Module
 from .parameter import Parameter
@@ -25,7 +26,8 @@ Mode = tuple[dict[str, int], dict[Module, bool]]
 
 
 class Recomputed(NamedTuple):
-    """Parts of a network of blocks that are recomputed: every k-th block (0: none), or the attention of each block.
+    """Parts of a network of blocks that are recomputed: every k-th block (0: none), the attention of each block, or the
+    parts that a `Budget` of bytes chooses.
 
     >>> [index for index in range(6) if Recomputed.named(2).includes(index)]
     [1, 3, 5]
@@ -33,21 +35,25 @@ class Recomputed(NamedTuple):
 
     every: int
     attention: bool
+    budget: int | None = None
 
     @classmethod
     def named(cls, recompute: str | int) -> Recomputed:
         """Policy of an argument `recompute`.
 
         "none" or False; "full" or True: each block keeps only its input (Chen et al. 2016); k: every k-th block;
-        "selective": attention keeps only queries, keys and values (Korthikanti et al. 2022). Raises Pmm3dError.
+        "selective": attention keeps only queries, keys and values (Korthikanti et al. 2022); "2 GiB": a budget. Raises
+        Pmm3dError.
         """
         recompute = recompute.item() if isinstance(recompute, np.generic) else recompute
         if isinstance(recompute, bool) or (isinstance(recompute, int) and recompute > 0):
             return cls(int(recompute), False)
+        if isinstance(recompute, str) and (budget := bytes_in(recompute)) is not None:
+            return cls(0, False, budget)
         if recompute not in POLICIES:
             raise Pmm3dError(
-                'recompute is "none", "selective" (attention alone), "full", or a number k for every k-th '
-                f"block; got {recompute!r}"
+                'recompute is "none", "selective" (attention alone), "full", a number k for every k-th '
+                f'block, or bytes with a unit, such as "2 GiB"; got {recompute!r}'
             )
         return cls(int(recompute == "full"), recompute == "selective")
 
@@ -93,7 +99,7 @@ class Recompute(Module):
     def _assign_layout(self, columns: Layout | None, placed: set[Module]) -> Layout | None:
         return self.module._assign_layout(columns, placed)
 
-    def forward(self, *inputs: Tensor, **options: Any) -> Any:
+    def forward(self, *inputs: Any, **options: Any) -> Any:
         tape = Tape.of(self.grid)
         if not tape.recording:
             return self.module(*inputs, **options)
@@ -108,7 +114,7 @@ class Recompute(Module):
 
         def rule(*passed: Array) -> list[Array]:
             values = [Tensor(spec.matrix(value), edge=edge) for (spec, edge), value in zip(came, passed[count:])]
-            again = self._again(values, options, mode, held, frozen, passed[:count])
+            again = self._again(self.module, values, options, mode, held, frozen, passed[:count])
             return [again.get(edge) for edge in outer]
 
         saved = {f"recompute.input {number}": x for number, x in enumerate(inputs)}
@@ -132,6 +138,7 @@ class Recompute(Module):
 
     def _again(
         self,
+        part: Callable[..., Any],
         inputs: Sequence[Tensor],
         options: dict[str, Any],
         mode: Mode,
@@ -141,8 +148,8 @@ class Recompute(Module):
     ) -> dict[Edge, Array]:
         """Repeat the forward pass, then run the backward pass. Return the gradients of the inputs.
 
-        mode, results, frozen: state, `Tape.first_pass` and frozen parameters of the first forward pass; gradients: of
-        the outputs.
+        part: the module, or a tile of it; mode, results, frozen: state, `Tape.first_pass` and frozen parameters of the
+        first forward pass; gradients: of the outputs.
         """
         tape, workspace, memory = Tape.of(self.grid), self.grid.workspace, self.grid.ledger.memory
         held, now, first = workspace.in_use(), self._mode(), next(tape.numbers)
@@ -151,7 +158,7 @@ class Recompute(Module):
             with tape.set(recording=True, phase="recompute", first_pass=results), ExitStack() as stack:
                 for parameter in frozen:
                     stack.enter_context(override(parameter, node=None))
-                made = self.module(*inputs, **options)
+                made = part(*inputs, **options)
         finally:
             self._set_mode(now)
         outs = made if isinstance(made, tuple) else (made,)

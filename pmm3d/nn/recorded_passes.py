@@ -46,11 +46,11 @@ class RecordedPass(Recording):
         try:
             with recorder.recording(), weights.apart():
                 out = forward(*self.arguments(inputs))
-                made = out.value if isinstance(out, Tensor) else None
+                made = out.value if isinstance(out, Tensor) and out.tiled is None else None
         except BaseException:
             self.problem = "the pass that was recorded ended with an error"
             raise
-        self.keep(recorder, grid, pauses, "the network returns several tensors" * (made is None))
+        self.keep(recorder, grid, pauses, "the network returns several tensors, or logits by tiles" * (made is None))
         if made is None:
             return out
         self._out = made

@@ -126,6 +126,7 @@ class RecordedStep(Recording):
             [(copy_of(x), copy_of(y)) for x, y in batches],
         )  # an earlier step's may be in the arena
         digest, passed, random = parallel.digest, parallel.passes, network.random_state()
+        feedback = [(each, each.copy()) for _, buffer, *_ in self._after if (each := buffer.feedback)]
         replayed, usually = Trace(), Trace()
         own = _digests(self._after, self.replay(batches, replayed.note if debug else None))
         buffers = [(each.name, each.buffer) for each in self._after]
@@ -133,6 +134,8 @@ class RecordedStep(Recording):
         network.set_random_state(random)
         for _, buffer in buffers:
             parallel.gradients.forget(buffer)
+        for each, before in feedback:
+            each.restore(before)
         recorder = Recorder(grid.engine, grid.workspace, arena, names_of(network), usually.note)
         with recorder.recording() if debug else grid.workspace.apart(arena):
             losses = passes(batches)
@@ -336,8 +339,10 @@ def facts_of(network: Module, loss: Any, batches: Sequence[Batch], factor: float
     if function not in LOSSES and not own:
         return "the loss is a function of your own; see nn.replay"
     if tape.inspect is not None or not tape.is_plain:
-        return "the tape packs or inspects arrays"
+        traced = network.grid.workspace.trace is not None
+        return "the memory of the step is traced" if traced else "the tape packs or inspects arrays"
     facts = [factor != 1, function, *map(_fixed, given), len(batches), *vars(tape.parallel.overlap).values()]
+    facts += tape.parallel.compression, tape.forms, tape.pack, tape.unpack, *tape.facts
     if not (library := batches[0][0].library).on_host:
         here = library.current_stream()
         facts.append((here.device, here.key))  # the order of a stream keeps kernels that share memory apart
@@ -356,7 +361,8 @@ def facts_of_pass(network: Module) -> list[Any] | str:
     if tape.inspect is not None or tape.recording:
         return "operations are recorded for a backward pass, or layers are inspected"
     walked = _of_network(network, own, gradients=False)
-    return walked if isinstance(walked, str) else [*vars(tape.parallel.overlap).values(), *walked]
+    own_facts = *vars(tape.parallel.overlap).values(), tape.parallel.compression
+    return walked if isinstance(walked, str) else [*own_facts, *walked]
 
 
 def of_matrices(matrices: Sequence[DistMatrix]) -> list[Any]:
@@ -375,6 +381,7 @@ def _of_network(network: Module, own: bool, gradients: bool) -> list[Any] | str:
             facts += part, value, memory, getattr(memory, "data_ptr", int)()  # torch's .data may be replaced
             if gradients:
                 facts += part.node is not None, buffer, buffer.array, buffer.split_over, buffer.scattered
+                facts.append(getattr(buffer.feedback, "error", None))
         elif isinstance(part, Module):
             kind = type(part)
             if not vars(kind).get("replays") and not vars(part).get("replays"):

@@ -13,6 +13,7 @@ from ..arrays import Arena, Array
 from ..comm import Axis, Grid, Look, Program, Recorder, check_program
 from ..layout import Layout
 from ..product import DistMatrix
+from .compression import Compression
 from .gathered import Gathered
 from .module import Module
 from .parallel import BackwardSync
@@ -22,7 +23,7 @@ LARGEST = 4
 """Largest number of kinds with programs. The one that was not used for longest is dropped."""
 MANY = 12
 """Number of kinds after which the log says what differs."""
-VALUES = {int, float, str, bool, tuple, Layout, MethodType}
+VALUES = {int, float, str, bool, tuple, Compression, Layout, MethodType}
 """Types of facts that are compared. Other facts must be the same objects."""
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -22,6 +22,9 @@ from .contract import Contribution
 from .gradient_buffer import Leaf
 from .overlapped_gemm import PendingGradient, relayout_gradient
 from .parallel import BackwardSync
+
+if TYPE_CHECKING:
+    from .keep import Form, Forms
 
 Rule = Callable[..., Sequence[Contribution]]
 """Gradient rule of an operation, rule(*gradients, *kept); see `Tensor.from_op`."""
@@ -52,6 +55,8 @@ class Tape:
         In a `Recompute`, results of the first pass that the second one uses, such as the choices of a router. They
         exist until the backward pass, or until the tensors are dropped. The outermost `Recompute` makes it. None
         elsewhere.
+    tile : CurrentTile or None
+        In a `Tiled`, the tile that is computed, for operations that depend on the number of a row.
     placed : set or None
         In `Module.settle`, the layers whose layout is known.
     has_warned : bool
@@ -66,6 +71,12 @@ class Tape:
         pack(name, array) returns an object that the tape holds in place of an array that an operation keeps, such as
         "linear.input". unpack(object) returns the array, or an object whose wait() returns the array. They are for
         offload and compression. An array that several operations keep is packed once and unpacked for each of them.
+        Parameters are not packed. If `pack` has an attribute `replays` that is true, steps are recorded, so `pack` and
+        `unpack` must do their work by `pmm3d.comm.call`.
+    facts : tuple
+        Numbers of `pack` and `unpack` on which a recorded step depends.
+    forms : Forms or None
+        Codecs of kept arrays by their names; see `keep_as`. `pack` gets the encoded array.
 
     Examples
     --------
@@ -81,12 +92,15 @@ class Tape:
         self.step: Any = None
         self.phase = "forward"
         self.first_pass: dict[Any, Any] | None = None
+        self.tile: Any = None
         self.placed: set[Any] | None = None
         self.has_warned = False
         self.scale = self.share = 1.0
         self.inspect: Callable[[Any, Any], None] | None = None
         self.pack: Callable[[str, Any], Any] = _as_it_is
-        self.unpack: Callable[[Any], Any] = lambda packed: packed
+        self.unpack: Callable[[Any], Any] = as_it_is
+        self.facts: tuple[Any, ...] = ()
+        self.forms: Forms | None = None
         self.numbers = count()
 
     @classmethod
@@ -103,8 +117,8 @@ class Tape:
 
     @property
     def is_plain(self) -> bool:
-        """Whether arrays are kept as they are, and all operations are recorded."""
-        return self.pack is _as_it_is and self.recording and self.keeping
+        """Whether arrays are kept as they are, or by instructions, and all operations are recorded."""
+        return self.recording and self.keeping and (self.pack is _as_it_is or getattr(self.pack, "replays", False))
 
     def set(self, **values: Any) -> AbstractContextManager[None]:
         """Context that replaces attributes of the tape.
@@ -121,24 +135,52 @@ def _as_it_is(name: str, array: Any) -> Any:
     return array
 
 
+def as_it_is(packed: Any) -> Any:
+    """Function `Tape.unpack` if arrays are saved as they are."""
+    return packed
+
+
+PLAIN: dict[str, Any] = {"pack": _as_it_is, "unpack": as_it_is, "facts": ()}
+"""Attributes of a `Tape` that saves arrays as they are."""
+
+
 class Saved:
     """An array saved by operations: the object that `Tape.pack` returned, and the `Tape.unpack` of that time.
 
-    state   `state_of` the array when it was saved, if `pack` returned the array itself
+    form    how the array was encoded before it was packed (`Tape.forms`), or None
+    state   `state_of` the array when it was saved, if `pack` returned the array itself, or an object that refers to
+            the array in its attribute `original`
+    packs   False: the array is saved as it is
     """
 
-    __slots__ = ("__weakref__", "name", "packed", "state", "unpack")
+    __slots__ = ("__weakref__", "form", "name", "packed", "state", "unpack")
 
-    def __init__(self, tape: Tape, name: str, array: Array):
-        self.name, self.packed, self.unpack = name, tape.pack(name, array), tape.unpack
-        self.state = state_of(array, tape.debug) if self.packed is array else None
+    def __init__(self, tape: Tape, name: str, array: Array, form: Form | None = None, packs: bool = True):
+        self.form, self.name, self.packed = form, name, array if form is None else form.encoded(array)
+        self.unpack: Callable[[Any], Any] = as_it_is
+        if packs:
+            self.packed, self.unpack = tape.pack(name, self.packed), tape.unpack
+        held = self.packed is array or getattr(self.packed, "original", None) is array
+        self.state = state_of(array, tape.debug) if held else None
 
     @property
     def problem(self) -> str:
         """Reason why the array cannot be used, or ""."""
-        if self.state is None or self.state == state_of(self.packed, self.state[1] != ""):
+        array = None if self.state is None else getattr(self.packed, "original", self.packed)
+        if array is None or self.state is None or self.state == state_of(array, self.state[1] != ""):
             return ""
         return OVERWRITTEN.format(self.name)
+
+
+class Decoding:
+    """An array that is unpacked, and decoded by `wait`."""
+
+    def __init__(self, form: Form, unpacked: Any):
+        self._form, self._unpacked = form, unpacked
+
+    def wait(self) -> Array:
+        data = self._unpacked
+        return self._form.decoded(data.wait() if hasattr(data, "wait") else data)
 
 
 def state_of(array: Array, debug: bool) -> tuple[int, str]:
@@ -213,7 +255,10 @@ class Node:
     def fetch(self) -> None:
         """Start to unpack the saved arrays."""
         if self._fetched is None:
-            self._fetched = [saved.unpack(saved.packed) for saved in self.saved]
+            self._fetched = [
+                saved.unpack(saved.packed) if saved.form is None else Decoding(saved.form, saved.unpack(saved.packed))
+                for saved in self.saved
+            ]
 
     def release(self) -> tuple[Sequence[Edge | None], Callable[..., Sequence[Contribution]]]:
         """Return the parents, and the rule bound to the saved arrays. Release the node's references to them.
@@ -380,6 +425,9 @@ def backward_from(starts: Sequence[tuple[Edge, Array]], scale: float | None) -> 
         tape.scale = 1.0
     if problem:
         raise Pmm3dError(problem)
+    grid = tape.parallel.grid
+    if tape.forms is not None and grid.parent is grid:  # the stages of a pipeline agree at the end of a step
+        tape.forms.check()
 
 
 def _overflowing(leaves: Counter[Leaf], scale: float) -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from numbers import Real
 from operator import add as plus
-from typing import Any, SupportsFloat
+from typing import TYPE_CHECKING, Any, SupportsFloat
 from weakref import ReferenceType, ref
 
 from ..arrays import Array
@@ -22,6 +22,9 @@ from .elementwise import map_elementwise
 from .gradient_buffer import GradientBuffer
 from .overlapped_gemm import relayout_gradient
 from .tape import Edge, Node, Rule, Saved, Tape, backward_from, reachable, state_of
+
+if TYPE_CHECKING:
+    from .keep import Form
 
 Operator = Callable[["Tensor", Any], "Tensor"]
 
@@ -79,6 +82,8 @@ class Tensor(Uncompared):
     grad_buffer: GradientBuffer | None = None
     node: Node | None
     output = 0
+    tiled: Any = None
+    """The tensor itself, if its values are computed by tiles (`TiledHead`)."""
     _saved: tuple[ReferenceType[Saved], tuple[object, ...]] | None = None
 
     def __init__(
@@ -150,13 +155,16 @@ class Tensor(Uncompared):
         shard = self.shard
         return (self.version, self._value.fills, self.spec.library.address(shard), *state_of(shard, self.tape.debug))
 
-    def _pack(self, name: str) -> Saved:
-        """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object."""
+    def _pack(self, name: str, form: Form | None = None) -> Saved:
+        """Return the packed shard (`Tape.pack`). All operations that keep the shard get the same object. If it has no
+        form yet, it is packed anew in the form of the later name."""
         written = self._written
         saved = self._saved[0]() if self._saved is not None and self._saved[1] == written else None
         if saved is None:
-            saved = Saved(self.tape, name, self.shard)
+            saved = Saved(self.tape, name, self.shard, form, self.grad_buffer is None)
             self._saved = ref(saved), written
+        elif form is not None and saved.form is None:
+            saved.__init__(self.tape, name, self.shard, form)  # type: ignore[misc]
         return saved
 
     def from_op(
@@ -428,7 +436,12 @@ def _noted(
 def _saved(name: str, array: Tensor | Array, results: Sequence[Tensor]) -> Saved:
     """Pack an array that the tape keeps. The shard of a tensor is packed once."""
     owners = [array] if isinstance(array, Tensor) else [each for each in results if each._value.local is array]
-    return owners[0]._pack(name) if owners else Saved(results[0].tape, name, array)
+    forms, form = results[0].tape.forms, None
+    if forms is not None and not (owners and owners[0].grad_buffer is not None):
+        form = forms.of(name, owners[0].shard if owners else array)
+    if owners and (form is None or not form.is_of_signs):
+        return owners[0]._pack(name, form)
+    return Saved(results[0].tape, name, owners[0].shard if owners else array, form)
 
 
 Matrix = Tensor | DistMatrix
@@ -469,12 +482,16 @@ def relayout(x: Tensor, layout: Layout) -> Tensor:
     """
     if x.layout == layout:
         return x
+    given = x.shard
     with x.grid.ledger.phase("relayout"):
-        local = relayout_array(x.grid, x.shard, x.shape, x.layout, layout).wait()
+        local = relayout_array(x.grid, given, x.shape, x.layout, layout).wait()
     if not x.library.is_contiguous(local):
         part, local = local, x.spec.new(tuple(local.shape))
         assign(x.grid.engine, local, part)
-    return x.from_op(local, (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
+    made = x.from_op(local, (x,), lambda gradient: (Gradient(gradient, layout.summed),), layout=layout)
+    if local is given:
+        made._saved = x._saved
+    return made
 
 
 def summed(x: Tensor) -> Tensor:

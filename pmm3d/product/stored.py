@@ -218,6 +218,9 @@ class StoredMatrix(Uncompared):
             self.memory[...] = 0
         return self
 
+    def _filled(self) -> None:
+        """Note that a piece of the shard was read from a file."""
+
     def _stored_shape(self, layout: Layout, grid: Grid) -> tuple[int, int]:
         """Shape of the C-contiguous array that stores this rank's shard in another layout."""
         rows, cols = shards(self.shape, layout, grid).box(grid.rank).shape

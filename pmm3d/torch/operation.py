@@ -19,6 +19,7 @@ from ..errors import DTypeError, Pmm3dError
 from ..layout import Layout
 from ..nn.contract import Contribution
 from ..nn.gradient_buffer import Leaf
+from ..nn.offloaded_arrays import Offload
 from ..nn.overlapped_gemm import PendingGradient, relayout_gradient
 from ..nn.parallel import BackwardSync
 from ..nn.ragged_rows import ragged
@@ -256,7 +257,14 @@ class OnTape:
         self._records, self._wanted = records, wanted
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor] | None]:
-        with Tape.of(self._grid).set(recording=self._records, pack=lambda name, array: array):
+        tape = Tape.of(self._grid)
+        if tape.forms is not None:
+            tape.forms.refuse()
+        if tape.facts and isinstance(tape.pack, Offload):
+            raise Pmm3dError(
+                "nn.offload: torch keeps the arrays of pmm3d.torch modules: call nn.offload(grid, None) before they run"
+            )
+        with tape.set(recording=self._records, pack=lambda name, array: array):
             operand = ragged(self._grid, x, self._columns, self._layout, requires_grad=self._wanted)
             out = self._function(operand)
         node = out.node

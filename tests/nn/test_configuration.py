@@ -74,7 +74,7 @@ NONSENSE = [
     ({"data": FILE | {"sequence": 1}}, "data.sequence = 1: needed is a whole number of at least 2"),
     ({"grid": {"cut": [1, 0]}}, "grid.cut = [1, 0]: needed is a list of whole numbers of at least 1, or"),
     ({"grid": {"cut": "even"}}, "grid.cut = 'even': needed is a list"),
-    ({"network": {"recompute": 0}}, 'network.recompute = 0: needed is "none", "selective", "full", or a whole number'),
+    ({"network": {"recompute": 0}}, 'network.recompute = 0: needed is "none", "selective", "full", a whole number'),
     ({"network": {"recompute": "some"}}, "network.recompute = 'some': needed is \"none\""),
     ({"network": {"hidden": True}}, "network.hidden = True: needed is a list"),
     ({"data": FILE | {"classes": 10**15}}, "data.classes"),

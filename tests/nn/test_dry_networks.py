@@ -243,8 +243,8 @@ CASES = {
     "silu": (lambda x, w: nn.silu(x), {"silu": 2}, {"silu backward": 3}),
     "tanh": (lambda x, w: nn.tanh(x), {"tanh": 2}, {"tanh backward": 3}),
     "sigmoid": (lambda x, w: nn.sigmoid(x), {"sigmoid": 2}, {"sigmoid backward": 3}),
-    "dropout": (lambda x, w: nn.dropout(x, 0.5, 1), {"dropout mask": 0.25, "dropout": 2.25},
-                {"dropout backward": 2.25}),
+    "dropout": (lambda x, w: nn.dropout(x, 0.5, 1), {"dropout mask": 0.25, "encode": 9 / 32, "dropout": 2.25},
+                {"decode": 9 / 32, "dropout backward": 2.25}),
     "sum": (lambda x, w: nn.sum(x, 0), {"sum": 1}, {"sum backward": 1}),
     "mean": (lambda x, w: nn.mean(x, 1), {"mean": 1}, {"mean backward": 1}),
     "max": (lambda x, w: nn.max(x, 1), {"max": 2}, {"max backward": 1}),
@@ -273,14 +273,17 @@ CASES = {
 NO_PASSES = {
     "defer_weights",
     "generate",
+    "keep_as",
     "manual_seed",
     "map_elementwise",
     "no_grad",
     "no_sync",
+    "offload",
     "ragged",
     "relayout",
     "replay",
     "results_of",
+    "trace_memory",
     "unchanged",
 }
 

@@ -237,7 +237,7 @@ def test_activations_and_recomputation_are_chosen_with_the_grid():
     deep = config(data=data, network={"hidden": [64] * 8, "norm": True, "bias": False})
     rank = lambda settings=deep, **options: rank_training(settings, 4, NOMINAL, samples=(64, 64), **options).candidates
     both = rank(activations=("replicated", "sharded"))
-    found = {grid: {each.settings["activations"] for each in both if each.grid == grid} for grid in grids_4d(4)}
+    found = {grid: {each.settings["network.activations"] for each in both if each.grid == grid} for grid in grids_4d(4)}
     kinds = {True: {"replicated", "sharded"}, False: {"replicated"}}
     assert found == {grid: kinds[grid.x * grid.y > 1] for grid in grids_4d(4)}
     assert {each.preset for each in both} >= {"ddp", "fsdp", "hsdp", "megatron", "megatron+sp"}
@@ -247,7 +247,7 @@ def test_activations_and_recomputation_are_chosen_with_the_grid():
     limit = held[2][grid]
     fitting = {each: [name for name in policies if held[name][each] <= limit] for each in held["none"]}
     assert fitting[grid] == [2, "full"]
-    chosen = {each.grid: each.settings["recompute"] for each in rank(limit=limit, recompute=policies)}
+    chosen = {each.grid: each.settings["network.recompute"] for each in rank(limit=limit, recompute=policies)}
     assert chosen == {each: names[0] for each, names in fitting.items() if names}
 
 

@@ -272,7 +272,7 @@ def test_each_grid_that_is_not_shown_is_counted_under_a_reason():
 
 @looped("sizes", [(16, 1, 128, 1), (16, 1, 128, 16), (8, 1, 32, 8)])
 def test_a_table_of_long_names_is_one_table_on_80_columns(sizes):
-    chosen = {"activations": "sharded", "recompute": "full"}
+    chosen = {"network.activations": "sharded", "network.recompute": "full"}
     grid = GridShape(*sizes, ulysses=2, seq=4, pipe=16) if sizes[3] == 16 else GridShape(*sizes, pipe=16)
     one = Candidate(grid, 1.0, {"gemm": 0.5, "x": 0.5}, {"work": 5}, 0, "megatron+sp", "", "interleaved-2", chosen)
     table = _times(ranking := Ranking("It", 8, [one], [], 1.0, "float32", 1), shown_of(ranking, 1), 1e12, None)

@@ -379,7 +379,10 @@ def test_the_samples_may_come_from_the_file(tmp_path):
         (("--samples", "nan", *SAMPLES), "--samples must be at least 1, got nan"),
         (("--grid", "fsdp"), "--features"),
         (("--grid", "wide", *SAMPLES), "wide"),
-        (("--memory", 10**6, "--grid", "ddp", *SAMPLES), "grid 1x1x1 (data 8), which needs least, has"),
+        (
+            ("--memory", 10**6, "--grid", "ddp", *SAMPLES),
+            'grid 1x1x1 (data 8) with optimizer.shard_over_data = "gradients", network.recompute = "full", which needs',
+        ),
     ],
 )
 def test_bad_input_is_refused_before_a_step_is_simulated(config, tmp_path, monkeypatch, arguments, said):

@@ -130,7 +130,7 @@ def test_a_killed_run_is_not_finished_and_its_start_broke_off(run, told):
     starts = record_of(run)["starts"]
     said = told(state="running", starts=[*starts[:-1], starts[-1] | {"state": "running"}])
     assert "not finished" in said and "the lock names process 4711 on n1" in said
-    earlier, _ = _earlier(run / "run.json")
+    earlier, *_ = _earlier(run / "run.json")
     assert [start.state for start in earlier] == ["finished", "broke off"]
 
 

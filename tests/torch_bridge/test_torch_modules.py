@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from seeded import made
 from torch import nn
 
 from pmm3d import CheckpointError, DisagreementError, DTypeError, Grid, LayoutError, Pmm3dError
-from pmm3d.nn import no_sync
+from pmm3d.nn import Store, no_sync, offload
 from pmm3d.torch import (
     Dropout3D,
     LayerNorm3D,
@@ -201,6 +202,10 @@ def test_what_a_module_on_a_grid_refuses(comm, fails):
             lambda: net(torch.ones(3, 7)),
         )
         fails(DTypeError, "the input is torch.float64 on cpu", lambda: net(torch.ones(3, 8).double()))
+        with tempfile.TemporaryDirectory() as folder:
+            offload(grid, Store(grid, folder))
+            fails(Pmm3dError, "torch keeps the arrays", lambda: net(torch.ones(2, 8)))
+            offload(grid, None)
         with torch.autocast("cpu", torch.bfloat16):
             fails(DTypeError, "autocast does not reach in here", lambda: net(torch.ones(2, 8)))
         fails(Pmm3dError, "neither copied nor pickled", lambda: copy.deepcopy(net))

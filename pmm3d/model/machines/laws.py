@@ -60,6 +60,7 @@ PASSES = (
     "norm",
     "take",
     "put",
+    "offload",
     "scatter_add",
     "grouped_linear",
     "softmax",
@@ -79,6 +80,8 @@ PASSES = (
     "accuracy",
     "r2",
     "clip",
+    "encode",
+    "decode",
 )
 """Passes of the library by their names in dry runs, without those of optimizers, which begin with `UPDATE`. Most of
 them also exist as "... backward"."""

@@ -342,6 +342,8 @@ class Router(Module):
         """The tokens in the type of the weight, with columns split like its rows."""
         if isinstance(x.shape[0], RaggedRows):
             x.shape[0].refuse()
+        if x.tape.tile is not None:
+            x.tape.tile.refuse("a Router")
         if x.shape[1] != self.weight.shape[0]:
             raise LayoutError(f"Router: the input has {x.shape[1]} columns, the router {self.weight.shape[0]}")
         check_alike("Router", x, self.weight, one_type=False)

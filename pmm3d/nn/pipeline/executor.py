@@ -8,10 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, SupportsFloat
 
-from ...comm import Axis, Ledger, Pending, assign, call
+from ...comm import Axis, Grid, Ledger, Pending, assign, call
 from ...errors import Pmm3dError
 from ...layout import PIPE
 from ...product import DistMatrix
+from ..compression import Compression
 from ..contexts import WeightProducts, defer_weights
 from ..dry import Facts
 from ..gradient_buffer import GradientBuffer
@@ -62,9 +63,9 @@ class Executor:
 
     Receives are posted early, each with its own tag. A rank waits for a receive before the pass that needs the message,
     and for its sends at the end of the step. So no order of messages can deadlock. Stages on the same rank exchange no
-    messages. The all-reduce of a stage's gradients over data begins during the last W of the stage. Contributions to a
-    gradient are added in ascending order of micro-batches, so all schedules give the same bits. `has_last_stage` is
-    True if this rank holds a last stage.
+    messages. `Compression.stages` encodes the messages. The all-reduce of a stage's gradients over data begins during
+    the last W of the stage. Contributions to a gradient are added in ascending order of micro-batches, so all schedules
+    give the same bits. `has_last_stage` is True if this rank holds a last stage.
 
     Raises PipelineError, on every rank, if the schedule does not support this number of micro-batches. Also raises it
     if an earlier step ended with an error on this rank.
@@ -74,9 +75,13 @@ class Executor:
         self._network: Any = network if isinstance(network, Pipeline) else OneStage(network)
         self._grid, self._inputs, self._scale = network.grid, inputs, scale
         self._table: PipelineSchedule = self._network.table(len(inputs))
+        if isinstance(network, Pipeline):
+            network._choose(inputs)
         if self._table.ranks > 1:
+            _check_compression(self._grid)
             self._pipe: Axis = self._grid.parent.axis(PIPE)
             self._pipe.choose_transport(inputs[0].library)
+        self._codec_of = partial(Tape.of(self._grid).parallel.compression.codec_of, "stages")
         self._line = self._table.actions[self._network.index]
         self._receives = deque((place, each) for place, each in enumerate(self._line) if each.kind.startswith("RECV"))
         self._posted, self._sends = dict[PipelineAction, list[Pending]](), list[Pending]()
@@ -116,6 +121,8 @@ class Executor:
                 for buffer in buffers:
                     buffer.queues.discard(stage)
         call(engine, end, len(self._inputs))
+        if tape.forms is not None and self._table.ranks > 1 and self._grid.dry_run is None:
+            tape.forms.check(self._grid.parent.everyone)
         return [self._losses[micro] for micro in sorted(self._losses)]
 
     def _starts_all_reduce(self, action: PipelineAction) -> bool:
@@ -193,7 +200,14 @@ class Executor:
             incoming = self._network._incoming(stage + (kind == "RECV_B"), self._inputs[micro])
             self._values[kind[-1], stage, micro] = values = [self._buffer(facts) for facts in incoming]
             self._posted[action] = [
-                self._pipe.receive(value.local, message.source, tag=message.number, agreed=True, message=str(message))
+                self._pipe.receive(
+                    value.local,
+                    message.source,
+                    tag=message.number,
+                    agreed=True,
+                    message=str(message),
+                    _codec=self._codec_of(value.dtype),
+                )
                 for value in values
             ]
 
@@ -208,8 +222,24 @@ class Executor:
         kind, stage, micro, _ = message.receive
         for value in self._values.pop((kind[-1], stage, micro)):
             self._sends.append(
-                self._pipe.send(value.local, message.target, tag=message.number, agreed=True, message=str(message))
+                self._pipe.send(
+                    value.local,
+                    message.target,
+                    tag=message.number,
+                    agreed=True,
+                    message=str(message),
+                    _codec=self._codec_of(value.dtype),
+                )
             )
+
+
+def _check_compression(stage: Grid) -> None:
+    of_parent, own = (Tape.of(grid).parallel.compression for grid in (stage.parent, stage))
+    if of_parent not in (Compression(), own):
+        raise PipelineError(
+            "the compression of the whole grid is not used, because a pipeline is a network of grid.stage: set "
+            f"nn.Tape.of(grid.stage).parallel.compression = nn.{of_parent}"
+        )
 
 
 def share_of(inputs: Sequence[DistMatrix], number: int) -> float:

@@ -13,6 +13,7 @@ from ...arrays import Array, add_up
 from ...comm import TAGS, Axis, Grid, call
 from ...errors import Pmm3dError
 from ...layout import PIPE, part_sizes
+from ...model.recomputation import Chain
 from ...product import DistMatrix
 from ...product.constructors import Library
 from ..compute import override
@@ -23,9 +24,11 @@ from ..exchange import StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
+from ..recompute_budget import Budget, Chosen, cut_at, layers_of, operations_of
 from ..seeds import Seeds, check_grid
 from ..tape import Tape
 from ..tensor import Tensor, as_tensor, summed
+from ..tiled import TiledHead
 from .cut import Cost, cut_by_cost
 from .named import Schedule, is_file, schedule_of, table_of
 from .parts import Make, adamw_bytes, as_tuple, description, made_by, parameters_of
@@ -155,6 +158,7 @@ class Pipeline(Module):
         self.stages = {
             stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage))) for stage in own
         }
+        self._budget = network.budget
         same: list[Any] = [
             (self.dry.layers[place], network.layers[place])
             for place in places
@@ -163,7 +167,6 @@ class Pipeline(Module):
         self._names = {parameter: names[dry] for dry, parameter in zip(*map(parameters_of, zip(*same)))}
         self.all_names = tuple(names.values())
         self.tied = self._tied()
-        self._apart = dict[tuple[int, Parameter], tuple[GradientBuffer, int]]()
         self._again: dict[int, set[Parameter]] = {stage: set() for stage in own}
         """Stage -> tied weights that an earlier stage of this rank also holds."""
         for name, parameter in self.named_parameters().items():
@@ -208,12 +211,20 @@ class Pipeline(Module):
         return named
 
     def _facts(self) -> list[Any]:
-        apart = [fact for buffer, _ in self._apart.values() for fact in (buffer, buffer.array)]
+        apart = [fact for _, buffer in self._apart() for fact in (buffer, buffer.array)]
         return [self.training, *self.stages, *self.stages.values(), *apart]
 
     def _gradient_buffers(self) -> list[tuple[str, GradientBuffer]]:
-        apart = [(parameter.name, buffer) for (_, parameter), (buffer, _) in self._apart.items()]
-        return [*super()._gradient_buffers(), *apart]
+        return [*super()._gradient_buffers(), *self._apart()]
+
+    def _apart(self) -> list[tuple[str, GradientBuffer]]:
+        """As `_gradient_buffers`, of the tied weights' later stages of this rank."""
+        return [
+            (parameter.name, parameter.grad_buffer.apart[stage])
+            for stage, parameters in self._again.items()
+            for parameter in parameters
+            if stage in parameter.grad_buffer.apart
+        ]
 
     def random_state(self) -> dict[str, int]:
         return self.dry.random_state()
@@ -331,25 +342,30 @@ class Pipeline(Module):
         main = parameter.grad_buffer
         if parameter not in self._again[stage]:
             return main
-        buffer, times = self._apart.get((stage, parameter), (None, 0))
+        buffer = main.apart.get(stage)
         if buffer is None or buffer.of is not main.of:
-            buffer = GradientBuffer(main.of, main.precision)
-        elif times != main.times_forgotten:
+            buffer = main.apart[stage] = GradientBuffer(main.of, main.precision)
+        elif buffer.times_forgotten != main.times_forgotten:
             parameter.tape.parallel.gradients.forget(buffer)
         buffer.split_over, buffer.scattered = main.split_over, main.scattered
-        self._apart[stage, parameter] = buffer, main.times_forgotten
+        buffer.times_forgotten = main.times_forgotten
         return buffer
 
-    def _sum_tied(self) -> None:
-        """Sum the gradients of tied weights over their stages, in ascending order, after all passes of a step.
-        Collective."""
+    def _sum_tied(self, part_of: Callable[[GradientBuffer], Array] | None = None) -> None:
+        """Sum an array of each tied weight over its stages, in ascending order. Each rank gets the sum in the array of
+        its first stage. Collective. part_of: the array. Default: the gradient, after all passes of a step."""
         own = self.named_parameters() if self.tied else {}
+        if own and part_of is not None and self.ranks > 1:  # maybe before the first step
+            self.pipe.choose_transport(next(iter(own.values())).library)
         for name, stages in self.tied.items():
             if name not in own or not own[name].requires_grad:
                 continue
             parameter, ranks = own[name], [self.rank_of[stage] for stage in stages]
-            parts = {stage: _finished(self._buffer(stage, parameter)) for stage in stages if stage in self.stages}
+            of, spec = part_of or _finished, parameter.grad_buffer.spec
+            parts = {stage: of(self._buffer(stage, parameter)) for stage in stages if stage in self.stages}
             main = parts[min(parts)]
+            if part_of is not None:
+                spec = spec.typed(parameter.library.dtype(main))
             waiting = [
                 self.pipe.send(part, rank, agreed=True)
                 for part in parts.values()
@@ -358,11 +374,11 @@ class Pipeline(Module):
             ]
             for stage, rank in zip(stages, ranks):
                 if rank != self.index:
-                    parts[stage] = parameter.grad_buffer.spec.new(tuple(main.shape))
+                    parts[stage] = spec.new(tuple(main.shape))
                     waiting.append(self.pipe.receive(parts[stage], rank, agreed=True))
             for pending in waiting:
                 pending.wait()
-            total = parameter.grad_buffer.spec.new(tuple(main.shape))
+            total = spec.new(tuple(main.shape))
             add_up(parameter.library, [parts[stage] for stage in stages], total)
             main[...] = total
 
@@ -383,6 +399,7 @@ class Pipeline(Module):
                 flop = sum(2.0 * each.m * each.n * each.k for each in run.actions if each.what == "gemm")
                 facts = tuple(Facts.of(summed(value)) for value in values)
                 arrived.append(Arrived(facts, calls, flop, run.held.get("activations", 0)))
+                layer = layer.module if isinstance(layer, TiledHead) else layer  # of which the loss computes tiles
                 values = values if layer is None else as_tuple(layer(*values))
             self.set_random_state(before)
             run.actions.clear()
@@ -390,6 +407,49 @@ class Pipeline(Module):
                 self._passes.clear()
             self._passes[inputs] = arrived
         return self._passes[inputs]
+
+    def _choose(self, inputs: Sequence[DistMatrix | Tensor]) -> None:
+        """Set what the stages of this rank recompute in a step of these micro-batches, if the network has a budget.
+
+        The budget holds for all micro-batches in flight. Every rank computes the choices of all ranks from a dry run of
+        the largest micro-batch, in which all parameters are trained. Raises PipelineError or Pmm3dError, on every rank,
+        if a rank has no choice.
+        """
+        budget = self._budget
+        if not isinstance(budget, Budget):
+            return
+        largest = max(inputs, key=lambda x: x.shape[0])
+        key, make = (Facts.of(largest), len(inputs)), lambda: self._choices(budget, largest, len(inputs))
+        chosen = budget.stored(Tape.of(self.grid), key, make)
+        for module, layers in zip(self.stages.values(), chosen):
+            module.budget = layers
+
+    def _choices(self, budget: Budget, largest: DistMatrix | Tensor, micros: int) -> list[Chosen]:
+        """Return the choices for the stages of this rank. largest: the largest micro-batch; micros: their number."""
+        table = self.table(micros)
+        if any(part.kind in "IW" for line in table.actions for action in line for part in action.each):
+            raise PipelineError(
+                f"{table.name}: recompute as a number of bytes needs whole backward passes, as in 1f1b, gpipe or "
+                'interleaved. Use one of them, or recompute="full"'
+            )
+        groups, line, made = cut_at(budget.groups, self._bounds), simulate(table), list[Chosen]()
+        operations = operations_of(self.dry, groups, [as_tensor(largest)], self.grid)
+        places = [
+            [place for place, group in enumerate(groups) if group.begin in self._places(stage)]
+            for stage in range(self.depth)
+        ]
+        for rank in range(self.ranks):
+            own = [stage for stage, holder in self.rank_of.items() if holder == rank]
+            live = [line.peak_bytes([stage == each for each in sorted(self.rank_of)])[rank] for stage in own]
+            chains = [
+                Chain(tuple(operations[place] for place in places[stage % self.depth]), number)
+                for stage, number in zip(own, live)
+            ]
+            choice = budget.choice(chains, [largest], self.parent_grid, f" of rank {rank} along pipe")
+            for stage, parts in zip(own, choice.parts) if rank == self.index else ():
+                of_stage = [groups[place] for place in places[stage % self.depth]]
+                made.append(Chosen(layers_of(self.stages[stage], of_stage, parts)))
+        return made
 
     def export(self, path: StrPath, names: str | None = None) -> None:
         """Write the weights of all stages; arguments as in `nn.exchange.export_torch`. Collective."""
@@ -452,6 +512,8 @@ class Pipeline(Module):
                 "gradient. Make all layers in its make, and pass the Pipeline itself to train_step"
             )
         arrived, values = self._arriving(tuple(map(Facts.of, inputs))), inputs
+        if self.ranks == 1 and inputs[0].tape.recording:
+            self._choose(inputs[:1])
         with nullcontext() if self.ranks == 1 else no_grad(self.grid):
             for stage in range(self.depth):
                 before, here = self.rank_of.get(stage - 1, self.rank_of[stage]), self.rank_of[stage]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -15,8 +16,8 @@ from ...io import Checkpoints, Loader, TokenDataSet
 from ...layout import EXPERT, SEQ, ULYSSES
 from ...model.machine import lack_of_memory
 from ..dry import dry_grid
+from ..memory_trace import MemoryTrace
 from ..module import Module
-from ..overlap import Overlap
 from ..pipeline import PipelineError, schedule_of, simulate
 from ..pipeline.named import is_file
 from ..pipeline.network import Pipeline
@@ -29,7 +30,17 @@ from .dry_step import DrySteps
 from .evaluation import loss_named
 from .log import RunLog, logger
 from .loop import Trainer
-from .network import Own, described, layer_sizes, make_ema, make_network, make_optimizer, make_schedule
+from .network import (
+    Own,
+    described,
+    layer_sizes,
+    make_ema,
+    make_network,
+    make_optimizer,
+    make_schedule,
+    set_messages,
+    set_offload,
+)
 from .recipe import Recipe
 from .samples import SAMPLES, Samples, SampleSizes, class_weights_of, loss_of, opened, samples_of, scaling_of
 from .sections import AUTO, GridSection
@@ -54,7 +65,7 @@ def trainer(
     with Grid(comm, *shape, axes=config.grid.axes, expert=config.grid.expert or 1, **options) as grid:
         with grid.collective_call("training", config.network.library, always=True):
             take_device(config.network.library, grid.local_rank)
-        Tape.of(grid.stage).parallel.overlap = Overlap(**config.overlap.model_dump())
+        set_messages(config, grid.stage)
         own = Own.of(config, grid)
         with opened(config, grid, accept) as ((data, rows), held_out):
             loss = loss_of(config, data.classes is not None)
@@ -88,7 +99,9 @@ def trainer(
                 each.standardize(scaling)
             if isinstance(network, Pipeline):
                 _check_tables(network, loader)
-            yield _trainer(config, own, network, loader, validation, loss, signals or Signals(), samples, auto)
+            made = _trainer(config, own, network, loader, validation, loss, signals or Signals(), samples, auto)
+            made.predicted_trace = partial(predicted_trace, config, grid, sample_sizes, own)
+            yield made
 
 
 def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: Own | None = None) -> int:
@@ -101,6 +114,17 @@ def predicted_memory(config: Config, grid: Grid, samples: SampleSizes, own: Own 
         held = steps.of_micro_batches(tried).on(dry).memory
         held["batches"] = held["batches"] * count // tried
         return sum(held.values())
+
+
+def predicted_trace(config: Config, grid: Grid, samples: SampleSizes, own: Own | None = None) -> MemoryTrace | None:
+    """Return the predicted memory of a step of this rank. None if a network of the user does not run without data."""
+    try:
+        with dry_grid(grid.parent) as dry:
+            cached = Tape.of(grid.stage).parallel.weights.budget or 0
+            return DrySteps(config, samples, cached, own).traced.on(dry).trace
+    except Exception as error:  # see _predict_memory
+        logger.warning(f"the memory of a step is not predicted: {error}")
+        return None
 
 
 def _fullest(grid: GridSection) -> int:
@@ -169,6 +193,7 @@ def _trainer(
 ) -> Trainer:
     section, grid, of_user, weights = config.training, network.parent_grid, own.functions.loss, samples.class_weights
     optimizer = make_optimizer(config, network, own)
+    set_offload(config, network, optimizer)
     epochs = section.epochs or -(-(section.steps or 1) // len(loader))
     steps = min(epochs * len(loader), section.steps or epochs * len(loader))
     recipe = Recipe(
@@ -177,6 +202,7 @@ def _trainer(
         steps=section.steps,
         clip=config.optimizer.clip or None,
         log_every=section.log_every,
+        trace_memory=section.trace_memory,
         evaluate_every=section.evaluate_every,
         checkpoint_every=section.checkpoint_every,
         patience=section.patience,

@@ -14,6 +14,7 @@ from .sections import (
     OF_TOKENS,
     DataSection,
     GridSection,
+    MemorySection,
     NetworkSection,
     OptimizerSection,
     OverlapSection,
@@ -32,7 +33,7 @@ class Config(Section):
 
     Parameters
     ----------
-    grid, data, network, optimizer, schedule, training, overlap : Section
+    grid, data, network, optimizer, schedule, training, overlap, memory : Section
         Sections of the file, with the keys of docs/reference/configuration.md. Only `data` is needed.
 
     Raises
@@ -54,6 +55,7 @@ class Config(Section):
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection = TrainingSection()
     overlap: OverlapSection = OverlapSection()
+    memory: MemorySection = MemorySection()
 
     @property
     def precision(self) -> Precision:
@@ -96,6 +98,7 @@ class Config(Section):
         ]
         needing = [f"grid.{axis}" for axis in (SEQ, ULYSSES) if axis in self.grid.axes]
         needing += [f"data.{name}" for name in ("documents", "vocabulary", "token_dtype") if getattr(data, name)]
+        tiles = [f"memory.{name}" for name in ("loss_tiles", "mlp_tiles") if getattr(self.memory, name)]
         for wrong, text in (
             (
                 not length and network.of_tokens,
@@ -121,6 +124,20 @@ class Config(Section):
             (
                 length and training.of_values,
                 f'training.loss = "{training.loss}": the loss of tokens is cross_entropy; leave it out',
+            ),
+            (
+                tiles and network.build is not None,
+                f"{''.join(tiles[:1])} is for networks of network.kind: leave it out, and use nn.Tiled or nn.TiledHead "
+                "in the function of network.build",
+            ),
+            (
+                tiles and not network.of_tokens,
+                f'{"".join(tiles[:1])} is for transformers, and network.kind is "{network.kind}": leave it out, '
+                "or set grid.micro_batches or network.recompute to save memory",
+            ),
+            (
+                self.memory.mlp_tiles and network.experts and (network.every or 1) == 1,
+                "memory.mlp_tiles is for MLPs, and network.experts replaces them by experts: leave one of them out",
             ),
             (
                 length > (network.positions or length),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -14,14 +14,15 @@ from ...errors import DataError, Pmm3dError
 from ...io.shards import own_shards
 from ...layout import GridShape, Layout, batch_layout, is_folded, itemsize
 from ..dry import Facts, finish_all, memory
+from ..feedback import feedback_bytes
 from ..loss_scale import LossScale
-from ..overlap import Overlap
+from ..memory_trace import MemoryTrace, trace_memory
 from ..pipeline import PipelineSchedule
 from ..pipeline.network import Pipeline
 from ..tape import Tape
 from .config import Config
 from .evaluation import loss_named
-from .network import Own, inputs_of, layer_sizes, make_ema, make_network, make_optimizer
+from .network import Own, inputs_of, layer_sizes, make_ema, make_network, make_optimizer, set_messages, set_offload
 from .samples import SampleSizes, check_class_weights, loss_of, sizes_in_file
 from .step import train_step
 
@@ -41,6 +42,7 @@ class Step(NamedTuple):
     flop       of the GEMMs
     received   bytes, in all collectives
     passes     of a pipeline's table;   kinds: its `Pipeline._kinds_of_ranks`
+    trace      of the memory, of `DrySteps.traced`
     """
 
     actions: list[Action]
@@ -49,6 +51,7 @@ class Step(NamedTuple):
     received: int
     passes: Sequence[Passed] = ()
     kinds: Sequence[Any] = ()
+    trace: MemoryTrace | None = None
 
 
 class DrySteps:
@@ -83,7 +86,7 @@ class DrySteps:
         if own is None:
             with Grid.dry((1, 1, 1)) as alone:
                 own = Own.of(config, alone)
-        self.own = own
+        self.own, self._traces = own, False
 
     def _with(self, **changes: Any) -> DrySteps:
         made = copy(self)
@@ -98,12 +101,16 @@ class DrySteps:
         """Return steps of micro-batches of this number of rows."""
         return self._with(rows=number)
 
-    def of_network(self, keys: Mapping[str, Any]) -> DrySteps:
-        """Return steps with these values for keys of [network]. A network of network.build does not change."""
-        if self.config.network.build:
-            return self
-        network = self.config.network.model_copy(update=dict(keys))
-        return self._with(config=self.config.model_copy(update={"network": network}))
+    def of_settings(self, settings: Mapping[str, Any]) -> DrySteps:
+        """Return steps with these values for keys such as "network.recompute". A network of network.build does not
+        change."""
+        sections = dict[str, dict[str, Any]]()
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            if section != "network" or not self.config.network.build:
+                sections.setdefault(section, {})[name] = value
+        changed = {name: getattr(self.config, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self._with(config=self.config.model_copy(update=changed)) if changed else self
 
     @property
     def blocks(self) -> int:
@@ -112,7 +119,12 @@ class DrySteps:
 
     def of_blocks(self, number: int) -> DrySteps:
         """Return steps of a transformer of this number of blocks."""
-        return self.of_network({"layers": number} if self.blocks else {})
+        return self.of_settings({"network.layers": number} if self.blocks else {})
+
+    @property
+    def traced(self) -> DrySteps:
+        """These steps, whose memory is traced."""
+        return self._with(_traces=True)
 
     @property
     def unscheduled(self) -> DrySteps:
@@ -148,11 +160,12 @@ class DrySteps:
         """Yield the steps of `each_of`, of the rank of a dry grid. The first step prefetches no weights and has no
         optimizer state, so it is run twice. Later steps are alike."""
         config, samples, stage = self.config, self.samples, dry.stage
-        parallel = Tape.of(stage).parallel
-        parallel.overlap, parallel.weights.budget = Overlap(**config.overlap.model_dump()), self.cached_bytes
+        set_messages(config, stage)
+        Tape.of(stage).parallel.weights.budget = self.cached_bytes
         sizes = layer_sizes(config, samples.features, samples.outputs)
         network, output = make_network(config, dry, sizes, self.own.network)
         optimizer, batch = make_optimizer(config, network, self.own), self._batch(dry, output)
+        set_offload(config, network, optimizer)
         experts = [each for each in network.parameters() if any(map(is_folded, each.layout.rows))]
         ema = make_ema(config, network)
         scale = _Taken() if any(parameter.dtype == "float16" for parameter in network.parameters()) else None
@@ -170,7 +183,8 @@ class DrySteps:
             x, y = (facts.on(stage) for facts in batch)
             if config.data.sequence is not None:
                 x.labels_below = y.labels_below = samples.outputs
-            train_step(network, optimizer, loss, [(x, y)] * count, clip, scale=scale, ema=ema)
+            with trace_memory(network) if self._traces else nullcontext() as trace:
+                train_step(network, optimizer, loss, [(x, y)] * count, clip, scale=scale, ema=ema)
             finish_all(dry)
             if not place:
                 continue
@@ -183,9 +197,10 @@ class DrySteps:
             if config.training.checkpoint_in_background and config.network.on_host:
                 averages = {} if ema is None else ema.matrices()
                 matrices = {**network.matrices(), **optimizer.matrices(network.named_parameters()), **averages}
-                held["copies"] = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
+                own = sum(shard.box.size * itemsize(shard.dtype) for shard in own_shards(matrices))
+                held["copies"] = own + feedback_bytes(network)
             kinds = network._kinds_of_ranks() if isinstance(network, Pipeline) else ()
-            yield Step(run.actions, held, flop, received, run.passes, kinds)
+            yield Step(run.actions, held, flop, received, run.passes, kinds, trace)
 
     def _batch(self, dry: Grid, output: Layout) -> tuple[Facts, Facts]:
         """Return the inputs and the targets of a micro-batch."""

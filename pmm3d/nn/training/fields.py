@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from ...errors import needs
+from ...text import bytes_in
 from .described import WIDEST
 
 with needs("train", "a configuration"):
-    from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+    from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+    from pydantic_core import PydanticCustomError
 
 LARGEST = 2**53
 """Larger whole numbers are not exact in floating point."""
@@ -30,6 +32,12 @@ def _expanded(value: Any) -> Any:
 
 def _as_policy(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+def _budget(value: str) -> str:
+    if bytes_in(value) is None:
+        raise PydanticCustomError("budget", "no bytes")  # a message lists the possible values once
+    return value
 
 
 def _in_words(values: str) -> Any:
@@ -81,9 +89,9 @@ Hidden = Annotated[
 ]
 WarmUp = Annotated[Steps | Literal["auto"], _in_words('a whole number of at least 0, or "auto"')]
 Recompute = Annotated[
-    Count | Literal["none", "selective", "full"],
+    Count | Literal["none", "selective", "full"] | Annotated[str, AfterValidator(_budget)],
     BeforeValidator(_as_policy),
-    _in_words('"none", "selective", "full", or a whole number of at least 1'),
+    _in_words('"none", "selective", "full", a whole number of at least 1, or bytes with a unit, such as "2 GiB"'),
 ]
 
 

@@ -72,7 +72,7 @@ def _train_on(
             )
         )
     if run.log is not None:
-        for line in (*lines, *_draws(run), _targets(run, config), run.describe()):
+        for line in (*lines, *_without_effect(run, config), *_draws(run), _targets(run, config), run.describe()):
             run.log.say(printable(line))
     finished = run.run()
     with run.grid.collective_call("training", always=True):  # without an error, the job would be requeued for ever
@@ -117,6 +117,20 @@ def _check_new(run: Trainer, resume: str) -> None:
                 f"{folder} contains only retired checkpoints: {names_in_words(retired)}. Continue "
                 "from one with --resume PATH, or choose another training.folder"
             )
+
+
+def _without_effect(run: Trainer, config: Config) -> list[str]:
+    """Return a line for each codec of messages that this grid does not send."""
+    shape, memory = run.grid.shape, config.memory
+    return [
+        f"memory.{key} has no effect on this grid: {reason}"
+        for key, codec, ranks, reason in (
+            ("gradients", memory.gradients, shape.size // (shape.x * shape.y * shape.z * shape.stages), "data is 1"),
+            ("weights", memory.weights, shape.z, "z is 1"),
+            ("stages", memory.stages, shape.stages, "it has no pipeline"),
+        )
+        if codec and ranks == 1
+    ]
 
 
 def _draws(run: Trainer) -> list[str]:

@@ -23,6 +23,7 @@ from ..compute import override
 from ..contexts import unchanged
 from ..exchange import published_names
 from ..loss import cross_entropy, number_of_labels
+from ..memory_trace import MemoryTrace, trace_memory
 from ..recorded_steps import Replays
 from .callbacks import SAVE, STOP, Callback, Callbacks
 from .evaluation import Batch, Evaluation, first_non_finite, loss_named
@@ -83,6 +84,10 @@ class Trainer:
         "steps" of this run, "skipped" ones of them, and "evaluations".
     saved : int or None
         Step of the newest checkpoint.
+    memory_trace : tuple or None
+        The step `recipe.trace_memory`, and its `MemoryTrace` on this rank.
+    predicted_trace : callable
+        Returns the prediction of `memory_trace`, or None.
     least : dict
         "loss" and "step" of the validation with the least loss, and the number of validations "since"; empty before the
         first one.
@@ -140,6 +145,8 @@ class Trainer:
         self._held = 0.0
         self._loss = loss_named(self.recipe.loss)
         self._smoothed = loss_named(self.recipe.loss, label_smoothing=self.recipe.label_smoothing)
+        self.memory_trace: tuple[int, MemoryTrace] | None = None
+        self.predicted_trace: Callable[[], MemoryTrace | None] = lambda: None
         self._reporter = Reporter(self)
         self._callbacks = Callbacks(self, self.callbacks)
         self._agreed = Agreed(0.0, 0.0, 0, False)
@@ -266,6 +273,12 @@ class Trainer:
         if self.grid.rank == 0:
             why = f": {replays.problem}" if replays.problem else ""
             logger.info("%d of %s were replayed%s", replays.replayed, counted(self.counts["steps"], "step"), why)
+            if self.recipe.trace_memory > self.step:
+                logger.warning(
+                    "the memory of step %d was not traced: the training ended after step %d",
+                    self.recipe.trace_memory,
+                    self.step,
+                )
 
     def _train(self) -> int:
         """Train, and return the most urgent request: END or above if a signal ended the run."""
@@ -283,7 +296,7 @@ class Trainer:
                 if callbacks.stops:
                     break
             with part("step"):
-                done = self._step()
+                done = self._traced_step() if self.step + 1 == recipe.trace_memory else self._step()
             request = self._agreed.request
             if self.callbacks:
                 callbacks.call("after_step", done.loss, done.norm)
@@ -305,6 +318,13 @@ class Trainer:
 
     def _due(self, every: int, pause: bool) -> bool:
         return self.step % every == 0 if every else pause
+
+    def _traced_step(self) -> Stepped:
+        """Take a step, and record its memory on this rank."""
+        with trace_memory(self.state.network) as trace:
+            done = self._step()
+        self.memory_trace = self.step, trace
+        return done
 
     def _step(self) -> Stepped:
         """Take or skip a step of the optimizer, and wait for the batches of the next one."""

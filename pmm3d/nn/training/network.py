@@ -12,12 +12,17 @@ from ...layout import Layout, batch_layout
 from .. import optim
 from ..containers import MLP
 from ..dry import Facts
+from ..keep import keep_as
 from ..learning_rate import SCHEDULES, ToFloor
 from ..module import Module
+from ..offloaded_arrays import offload
+from ..overlap import Overlap
 from ..pipeline.network import Pipeline
 from ..precision import Precision
 from ..recorded_steps import replay
 from ..seeds import manual_seed
+from ..store import Store
+from ..tape import Tape
 from ..transformer import GPT, Llama, token_layout
 from .config import Config
 from .evaluation import number_of
@@ -27,6 +32,15 @@ from .user_file import UserFile
 
 LONGEST_WARM_UP = 100
 """Largest number of steps of schedule.warm_up = "auto"."""
+
+
+def set_messages(config: Config, stage: Grid) -> None:
+    """Set when the networks of a grid send messages ([overlap]), and the codecs of messages and of kept arrays
+    ([memory])."""
+    parallel = Tape.of(stage).parallel
+    parallel.overlap = Overlap(**config.overlap.model_dump())
+    parallel.compression = config.memory.compression
+    keep_as(stage, config.memory.keep)
 
 
 class OwnNetwork:
@@ -257,6 +271,7 @@ def make_network(
             layouts.append(layers.output_layout)
             return layers
         given = section.model_dump(exclude=build, exclude_none=True)
+        given |= {"loss_tiles": config.memory.loss_tiles, "mlp_tiles": config.memory.mlp_tiles}
         kind = GPT if section.kind == "gpt" else Llama
         return kind(stage, **{"positions": config.data.sequence, **given, **options, "vocabulary": sizes[-1]})
 
@@ -277,8 +292,10 @@ def pipelined(config: Config | None, grid: Grid, make: Callable[[Grid], Any], fe
 
 def network_of(config: Config, grid: Grid, samples: Samples) -> Module:
     """Return the network of a configuration, frozen, for inference. Collective. It has the precision of the master
-    weights (except a network of `build`), and even stages, because the file of a schedule may be missing."""
+    weights (except a network of `build`), and even stages, because the file of a schedule may be missing. All logits of
+    a batch exist, because predictions use them."""
     config, precision = config.unscheduled, Precision(config.precision.master)
+    config = config.model_copy(update={"memory": config.memory.model_copy(update={"loss_tiles": 0})})
     sizes = layer_sizes(config, samples.features, samples.outputs)
     return make_network(config, grid, sizes, OwnNetwork.of(config, grid), precision)[0].requires_grad_(False)
 
@@ -287,7 +304,7 @@ def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer
     """Return the optimizer of a configuration. Collective. Raises Pmm3dError, on every rank, for unknown options of a
     user's class, and values that it refuses."""
     section, kind = config.optimizer, own.optimizer
-    excluded = {"kind", "build", "options", "clip", "groups"}
+    excluded = {"kind", "build", "options", "clip", "groups", *([] if section.states else ["states"])}
     options: dict[str, Any] = section.model_dump(exclude=excluded, exclude_none=True) | section.options
 
     patterns = [{"decay_vectors": True, **each} if "weight_decay" in each else each for each in section.groups]
@@ -304,6 +321,18 @@ def make_optimizer(config: Config, network: Module, own: Own) -> optim.Optimizer
             return make(**configured(kind))
         except Pmm3dError as error:
             raise Pmm3dError(f"optimizer.build = {name}: {error}") from error
+
+
+def set_offload(config: Config, network: Module, optimizer: optim.Optimizer) -> None:
+    """Open the store of a configuration, and use it ([memory] offload, store). Collective. Raises Pmm3dError, on every
+    rank, without a folder for arrays of the host, or if the folder cannot be used."""
+    section, grid = config.memory, network.grid
+    if section.offload:
+        store = Store(grid, section.store, library=config.network.library)
+        if "activations" in section.offload:
+            offload(grid, store)
+        if "states" in section.offload:
+            optimizer.offload(store)
 
 
 def make_ema(config: Config, network: Module) -> optim.EMA | None:

@@ -14,6 +14,7 @@ from ...model.machines import Group, Machine
 from ...model.simulation import simulate as replay
 from ...model.simulation.replay import tasks, terms_of
 from ..pipeline import PipelineError, PipelineSchedule, TimeLine, Times, schedule_of, simulate
+from ..recompute import Recomputed
 from .dry_step import DrySteps, Step
 
 SCHEDULES = "1f1b", "zb-h1", "zb-h2", "interleaved-2", "zb-v"
@@ -118,6 +119,11 @@ def staged_candidates(
     """Yield the step on a grid with several stages by the schedule of the configuration, or by each of `SCHEDULES`.
 
     Raises Pmm3dError if the grid is refused, or if the network has too few layers for the next schedule."""
+    if Recomputed.named(steps.config.network.recompute).budget is not None:
+        raise PipelineError(
+            "network.recompute = bytes cannot be planned on a grid with pipe, because the choice depends on the "
+            "micro-batches in flight: plan grids without pipe, or other values of network.recompute"
+        )
     section, known = steps.config.grid, dict[tuple[int, ...], tuple[PipelineSchedule, list[RankCosts]]]()
     for name in [section.schedule] if section.schedule else SCHEDULES:
         table = schedule_of(name, grid.stages, steps.micro_batches)

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from math import gcd
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 from ...errors import GridError, Pmm3dError
@@ -18,14 +18,17 @@ from ...model.grid_search import grids_4d
 from ...model.machines import Group, Machine, groups_of
 from ...model.simulation import simulate
 from ...model.simulation.replay import tasks, terms_of
-from ...text import counted
+from ...text import counted, in_toml
+from ..recompute import Recomputed
 from .config import Config
 from .dry_step import DrySteps
 from .network import described
 from .plan_stages import staged_candidates
+from .remedies import Settings, budgets_of, cheapest, remedies_of
 from .samples import SampleSizes
 from .scaled_step import ScaledStep
 
+ACTIVATIONS, RECOMPUTE = "network.activations", "network.recompute"
 TOP = 12
 """Smallest number of simulated grids."""
 ACTIONS = 4000
@@ -44,10 +47,17 @@ LEAST_SEQ = 4
 """Ranks along "seq" that are planned for any number of sequences."""
 DOUBLINGS = 8
 """Doublings of the number of ranks, in search of a number that is enough."""
+COMBINED = 3
+"""Largest number of grids for which combinations of remedies are simulated: the fastest ones that do not fit."""
+BUDGETED = 24
+"""Largest number of blocks of a transformer for which budgets of recomputation are remedies. Their dry runs have all
+blocks."""
 SMALL = tuple(
     GridShape(*sizes) for sizes in ((2, 2, 2, 2), (2, 2, 1, 2), (1, 1, 2, 2), (2, 2, 1), (1, 1, 1, 2), (1, 1, 1))
 )
 """Grids for the rough simulation, which uses the first one on which the network runs."""
+ADVISED = RECOMPUTE, "overlap.reshard_after_forward", "overlap.shared_weights", "optimizer.shard_over_data"
+"""Keys that a message about memory names, unless they were tried."""
 UNLIMITED = 2**62
 Tell = Callable[[int, int, str], None]
 
@@ -67,6 +77,7 @@ def rank_training(
     experts: Collection[int] = (1,),
     activations: Sequence[str] = (),
     recompute: Sequence[str | int] = (),
+    remedies: str = "none",
     grids: Sequence[GridShape] = (),
     also: Sequence[GridShape] = (),
     tell: Tell = lambda *told: None,
@@ -90,6 +101,9 @@ def rank_training(
     activations  values of network.activations: a grid is a candidate with each. Default: as configured
     recompute    values of network.recompute, the fastest first: a grid is a candidate with the first one that fits.
                  Default: as configured
+    remedies     "exact", "lossy" or "none" (default): whether further settings may make a step fit: those that change
+                 no values, or also others (`remedies.REMEDIES`). The cheapest combination is chosen for up to
+                 `COMBINED` grids that do not fit, and that are faster than the others
     grids        the only grids to simulate. Default: all
     also         grids to simulate besides the others
     tell         a function that is called with (number of grids done, number of grids, "grids")
@@ -119,7 +133,7 @@ def rank_training(
     planner = _Planner(
         dry_steps(config, machine, limit, samples), ranks, machine, limit, run, longer, activations, recompute, experts
     )
-    return planner.ranking(top, actions, grids, also, tell, pool)
+    return planner.ranking(top, actions, grids, also, tell, pool, remedies)
 
 
 def dry_steps(
@@ -241,7 +255,10 @@ class _Planner:
 
     @property
     def _alone(self) -> DrySteps:
-        return self.steps.unscheduled.of_network({"recompute": self.recompute[0]} if self.recompute else {})
+        recompute = [*self.recompute, self.config.network.recompute][0]
+        if Recomputed.named(recompute).budget is not None:  # one rank may need more than the limit of one of several
+            recompute = "none"
+        return self.steps.unscheduled.of_settings({RECOMPUTE: recompute})
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("one", "rough")}
@@ -254,6 +271,7 @@ class _Planner:
         also: Sequence[GridShape],
         tell: Tell,
         pool: Executor | None,
+        remedies: str = "none",
     ) -> Ranking:
         possible = [*grids] or [*self._grids(self.ranks)]
         idle = {grid: reason for grid in possible for reason in [self._idle(grid)] if reason}
@@ -282,10 +300,12 @@ class _Planner:
                 if grid not in chosen
                 for each in self.tried(grid)
             ]
+        if remedies != "none":
+            tried += self._remedied(tried, remedies == "lossy")
         dropped = [each for each in tried if each.why_not]
         dropped += [Candidate(grid, 0.0, preset=preset_of(grid), why_not=reason) for grid, reason in idle.items()]
         if all(each.why_not for each in tried):
-            raise GridError(self._nothing_fits(dropped))
+            raise GridError(self._nothing_fits(dropped, remedies))
         ordered = _preferring_presets(sorted((each for each in tried if not each.why_not), key=_best_first))
         priced = {each.grid for each in tried}
         unpriced = Counter(self._why_unpriced(grid, left_out) for grid in every if grid not in priced)
@@ -355,8 +375,8 @@ class _Planner:
     @cached_property
     def rough(self) -> ScaledStep:
         """The scaled step of a small grid, with the settings that need least memory."""
-        variants = ("activations", self.activations), ("recompute", self.recompute)
-        steps = self._alone.of_network({name: values[-1] for name, values in variants if values})
+        variants = (ACTIVATIONS, self.activations), (RECOMPUTE, self.recompute)
+        steps = self._alone.of_settings({name: values[-1] for name, values in variants if values})
         for small in [grid for grid in SMALL if not self._idle(grid)]:
             node = small.size if self.ranks <= self.machine.ranks_per_node else max(1, small.size // 2)
             try:
@@ -399,17 +419,17 @@ class _Planner:
 
     def fitting(self, grid: GridShape, activations: str) -> Candidate:
         """Return the grid with these activations and the first value of network.recompute that fits, or the last."""
-        chosen: dict[str, Any] = {"activations": activations} if len(self.activations) > 1 else {}
+        chosen: dict[str, Any] = {ACTIVATIONS: activations} if len(self.activations) > 1 else {}
         for recompute in self.recompute or [self.config.network.recompute]:
-            chosen |= {"recompute": recompute} if len(self.recompute) > 1 else {}
-            candidate = self._simulated(grid, {"activations": activations, "recompute": recompute})
+            chosen |= {RECOMPUTE: recompute} if len(self.recompute) > 1 else {}
+            candidate = self._simulated(grid, {ACTIVATIONS: activations, RECOMPUTE: recompute})
             if not candidate.why_not:
                 break
         return replace(candidate, settings=chosen, preset=preset_of(grid, activations))
 
-    def _simulated(self, grid: GridShape, network: Mapping[str, Any]) -> Candidate:
-        """Return the grid as a candidate, with these settings of the network."""
-        node, steps = self.machine.ranks_per_node, self.steps.of_network(network)
+    def _simulated(self, grid: GridShape, settings: Settings) -> Candidate:
+        """Return the grid as a candidate, with these settings."""
+        node, steps = self.machine.ranks_per_node, self.steps.of_settings(settings)
         groups = groups_of(grid, node, self.run)
         if grid.stages > 1:
             return self._best_schedule(steps, grid, groups)
@@ -421,6 +441,28 @@ class _Planner:
         held = sum(memory.values())
         why_not = self._too_much(held) if held > self.limit else ""
         return Candidate(grid, sum(costs.terms.values()), costs.terms, memory, round(costs.received), why_not=why_not)
+
+    def _remedied(self, tried: Sequence[Candidate], lossy: bool) -> Iterator[Candidate]:
+        """Yield the fastest grids that do not fit, with the cheapest settings with which they do."""
+        fastest = min((each.seconds for each in tried if not each.why_not), default=inf)
+        larger = [each for each in tried if each.why_not and each.memory and each.seconds < fastest]
+        for each in sorted(larger, key=_best_first)[:COMBINED]:
+            grid, own = each.grid, each.settings
+            room = each.memory.get("work", 0) - (sum(each.memory.values()) - self.limit)
+            budgets = budgets_of(room) if self.steps.blocks <= BUDGETED else []
+            remedies = [
+                one._replace(values=(*one.values[:-1], *budgets, one.values[-1])) if one.key == RECOMPUTE else one
+                for one in remedies_of(self.config, grid, lossy, self.machine.passes)
+                if one.key not in own
+            ]
+
+            def priced(settings: Settings, grid: GridShape = grid, own: Settings = own) -> Candidate:
+                return replace(self._simulated(grid, {**own, **settings}), settings={**own, **settings})
+
+            found = cheapest(each, remedies, self.limit, priced)
+            if found is not each:
+                preset = preset_of(grid, found.settings.get(ACTIVATIONS, self.config.network.activations))
+                yield replace(found, preset=preset)
 
     def _costs(self, steps: DrySteps, grid: GridShape, groups: Mapping[str, Group]) -> Costs:
         """Return the costs of a step, extrapolated from steps of few micro-batches and networks of few blocks."""
@@ -466,18 +508,21 @@ class _Planner:
         unit = "rows" if length is None else f"sequences of {counted(length, 'token')}"
         return f"a training step of {name} on {batches} of {self.steps.rows:,} {unit}"
 
-    def _nothing_fits(self, dropped: list[Candidate]) -> str:
-        """Return the message for a step that fits on no grid."""
+    def _nothing_fits(self, dropped: list[Candidate], remedies: str) -> str:
+        """Return the message for a step that fits on no grid. It advises what was not tried."""
         tried = [each for each in dropped if each.memory]
         if not tried:
             return f"no grid of {counted(self.ranks, 'rank')} is left: {dropped[0].why_not}"
         least = min(tried, key=lambda each: (sum(each.memory.values()), _order(each.grid)))
         kinds = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in least.memory.items())
+        settings = f" with {in_toml(least.settings)}" * bool(least.settings)
+        further = [key for key in ADVISED if key not in least.settings]
+        further += ["pmm3d plan train --lossy, which tries settings that change values"] * (remedies == "exact")
         return (
             f"no grid of {counted(self.ranks, 'rank')} holds {self._what()} within {self.limit:,} bytes a rank: "
-            f"grid {least.grid}, which needs least, has {sum(least.memory.values()):,} on its first rank "
-            f"({kinds}). {self._enough()}. Or take smaller batches or more grid.micro_batches, "
-            "network.recompute, overlap.reshard_after_forward or overlap.shared_weights, optimizer.shard_over_data"
+            f"grid {replace(least, settings={})}{settings}, which needs least, has {sum(least.memory.values()):,} on "
+            f"its first rank ({kinds}). {self._enough()}. Or take smaller batches, more grid.micro_batches, "
+            f"{', '.join(further)}"
         )
 
     def _enough(self) -> str:
@@ -495,6 +540,8 @@ class _Planner:
 def _few(steps: DrySteps) -> int:
     """Return the number of blocks of the smaller of two dry transformers: blocks of each kind are among them."""
     network = steps.config.network
+    if Recomputed.named(network.recompute).budget is not None:  # the choice depends on the number of blocks
+        return max(FEW, steps.blocks)
     return max(FEW, network.every or 1, network.recompute if isinstance(network.recompute, int) else 1)
 
 

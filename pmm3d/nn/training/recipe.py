@@ -32,6 +32,8 @@ class Recipe:
     log_every : int
         Steps between lines of the log. Default: 10. The first step, and the last step of an epoch, also have a line.
 
+    trace_memory : int
+        Number of the step whose memory is recorded (`nn.trace_memory`). 0 (default): none.
     patience : int or None
         Number of validations in a row without a smaller loss, after which the run ends early. Default: it does not.
     label_smoothing : float
@@ -57,13 +59,14 @@ class Recipe:
     evaluate_every: int = 0
     checkpoint_every: int = 0
     log_every: int = 10
+    trace_memory: int = 0
     patience: int | None = None
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.steps is None:
             raise Pmm3dError("Recipe: a training needs an end: set epochs, steps, or both")
-        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every", "patience"):
+        for name in ("log_every", "epochs", "steps", "evaluate_every", "checkpoint_every", "patience", "trace_memory"):
             value, least = getattr(self, name), int(name in ("log_every", "patience"))
             if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < least):
                 raise Pmm3dError(f"Recipe: {name} must be a whole number of at least {least}; got {value!r}")

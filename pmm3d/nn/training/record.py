@@ -23,6 +23,7 @@ from ...product import DistMatrix
 from ...text import counted, spans
 from ..containers import MLP
 from ..dry import finish_all
+from ..memory_trace import MemoryTrace
 from ..module import Module
 from ..pipeline.measured import Acted, described
 from ..pipeline.network import Pipeline
@@ -78,7 +79,7 @@ class RunRecord:
         self._parts_before = dict(grid.ledger.parts)
         self._begun, self._saving = time.perf_counter(), 0.0
         if grid.rank == 0:
-            starts, events = _earlier(self._path) if run.step else ([], [])
+            starts, events, memory_step = _earlier(self._path) if run.step else ([], [], None)
             start = Start(
                 began=_now(),
                 state="running",
@@ -108,6 +109,7 @@ class RunRecord:
                 network=_network(run.state.network),
                 starts=[*starts, start],
                 events=events,
+                memory_step=memory_step,
                 settings=json.loads(json.dumps(run.settings, default=str)),
                 **device_facts(grid, devices),
                 hosts=[schema.Host(name=host.name, ranks=spans(host.ranks), cores=host.cores) for host in nodes],
@@ -196,6 +198,9 @@ class RunRecord:
             }
         )
         file.memory = schema.Memory(**{name: [rank["held"][name] for rank in ranks] for name in ranks[0]["held"]})
+        step, trace = run.memory_trace or (0, None)
+        if trace is not None and (file.memory_step is None or file.memory_step.step != step):
+            file.memory_step = _memory_step(step, trace, run.predicted_trace())
         lines = [rank["actions"] for rank in ranks if rank["actions"]]
         if len(lines) > 1 and (pipeline := described(lines)):
             file.pipeline = schema.PipelineStep.model_validate(pipeline)
@@ -239,21 +244,27 @@ def drain(grid: Grid) -> None:
         time.sleep(1e-4)
 
 
-def _earlier(path: Path) -> tuple[list[Start], list[Event]]:
-    """Return the starts and events of an existing file. A start that is still "running" was killed. If the file cannot
-    be read, warn."""
+def _earlier(path: Path) -> tuple[list[Start], list[Event], schema.MemoryStep | None]:
+    """Return the starts, the events and the recorded step of an existing file. A start that is still "running" was
+    killed. If the file cannot be read, warn."""
     try:
         check_regular(path)
         document = json.loads(path.read_text())
         starts, events = map(Start.model_validate, document["starts"]), map(Event.model_validate, document["events"])
-        return [
-            start.model_copy(update={"state": "broke off"}) if start.state == "running" else start for start in starts
-        ], [*events]
+        step = document.get("memory_step")
+        return (
+            [
+                start.model_copy(update={"state": "broke off"}) if start.state == "running" else start
+                for start in starts
+            ],
+            [*events],
+            None if step is None else schema.MemoryStep.model_validate(step),
+        )
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         logger.warning(f"{path} cannot be read ({type(error).__name__}), so the record begins with this start")
-    return [], []
+    return [], [], None
 
 
 def device_facts(grid: Grid, devices: list[Document]) -> dict[str, Any]:
@@ -279,17 +290,23 @@ def _network(network: Module) -> schema.Network:
 
 def _held(run: Any) -> dict[str, int]:
     """Return the bytes of the arrays on this rank, without the loader's."""
-    weights, took = run.state.network.parameters(), run.counts["steps"] > run.counts["skipped"]
-    named, ema = run.state.network.named_parameters(), run.state.ema
-    states = [*run.state.optimizer.matrices(named).values()] if took else []
-    states += [] if ema is None else ema.matrices(named).values()
+    weights = run.state.network.parameters()
     gradients = sum(int(weight.grad_buffer.array.nbytes) for weight in weights if weight.grad_buffer.array is not None)
     return {
         "weights": _nbytes(weights),
         "gradients": gradients,
-        "state": _nbytes(states),
+        "state": run.state.network.grid.ledger.memory.get("state", 0),
         "work": run.grid.workspace.allocated,
     }
+
+
+def _memory_step(step: int, trace: MemoryTrace, predicted: MemoryTrace | None) -> schema.MemoryStep:
+    measured = trace.document("time in ms", lambda seconds: 1e3 * seconds)
+    return schema.MemoryStep(
+        step=step,
+        measured=schema.MemorySeries(**measured),
+        predicted=None if predicted is None else schema.MemorySeries(**predicted.document("actions")),
+    )
 
 
 def _nbytes(matrices: Iterable[Tensor | DistMatrix]) -> int:

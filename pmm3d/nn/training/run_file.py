@@ -178,6 +178,24 @@ class Memory(PerRank):
     work: Counts
 
 
+class MemorySeries(PerRank):
+    """Bytes of the arrays of rank 0 by kind in a step, at each time (`nn.memory_trace.MemoryTrace.document`)."""
+
+    at: Amounts
+    held: dict[str, Counts]
+    peak: Count
+    text: Text
+    unit: Text
+
+
+class MemoryStep(Part):
+    """Memory of a step of rank 0. predicted: by a dry run."""
+
+    step: Count
+    measured: MemorySeries
+    predicted: MemorySeries | None = None
+
+
 class RankActions(PerRank):
     """Actions of a rank of a pipeline in their order, with start and end."""
 
@@ -230,6 +248,7 @@ class RunFile(Part):
     ranks: Columns | None = None
     moved: list[Moved] | None = None
     memory: Memory | None = None
+    memory_step: MemoryStep | None = None
     pipeline: PipelineStep | None = None
 
     @model_validator(mode="after")

@@ -7,9 +7,11 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ...errors import needs
+from ...errors import Pmm3dError, needs
 from ...layout import PIPE, SEQ, ULYSSES
 from ...text import names_in_words
+from ..compression import Compression
+from ..keep import codecs_of
 from ..optim import KINDS, Optimizer, Option
 from ..transformer.names import mixture_problem
 from ..transformer.scaling import RotaryScaling
@@ -282,7 +284,8 @@ class NetworkSection(Section):
     """share of each hidden layer's outputs that is dropped in training; for a transformer see nn.GPT"""
     recompute: Recompute = "none"
     """which hidden layers, or blocks, keep only their input and are computed again in the backward pass; a number k:
-    every k-th one; selective: the attention of each block; true means full, false means none"""
+    every k-th one; selective: the attention of each block; bytes, such as "2 GiB": the cheapest choice whose arrays for
+    the backward pass take at most these bytes of a rank; true means full, false means none"""
     activations: Literal["replicated", "sharded"] = "replicated"
     """sharded: the axis that a layer sums over also splits the rows of activations (sequence parallelism)"""
     dtype: Literal["float32", "float64"] = "float32"
@@ -384,6 +387,10 @@ class CommonOptimizerSection(Section):
     shard_over_data: Literal[False, True, "states", "gradients"] = False
     """sharding over data. states or true: of the optimizer's state (ZeRO-1); gradients: also of gradients (ZeRO-2), by
     a reduce-scatter in each of `grid.micro_batches`"""
+    states: Literal["", "int8", "bfloat16"] = ""
+    """form of the states of matrices with at least 4,096 elements, for sgd, adam, adamw, lion and optimizers with
+    `update`: int8 (8 bits, and a scale for each 256 columns of a row) or bfloat16 (rounded up or down at random); "":
+    the type of the master weights"""
     groups: list[dict[str, Any]] = Field(
         default=[], json_schema_extra={"values": 'tables, such as [{match = "*.bias", lr = 1e-4}]'}
     )
@@ -526,6 +533,9 @@ class TrainingSection(Section):
     best: bool = Field(default_factory=lambda given: given.get("patience") is not None)
     """whether the checkpoint with the least validation loss is kept, in the folder best of training.folder; left out:
     true if patience is set"""
+    trace_memory: Steps = 0
+    """number of the step whose memory is recorded on rank 0, by array, and predicted; `pmm3d report` draws both. Take
+    at least 2, because the first step makes gradients and states; 0: none"""
     log_every: Count = 10
     """steps between lines of metrics.jsonl"""
     seed: Seed = 0
@@ -571,3 +581,49 @@ class OverlapSection(Section):
     other nodes"""
     regather_inputs: bool = False
     """whether layers keep only their shard of sharded activations, and gather it again in the backward pass"""
+
+
+class MemorySection(Section):
+    """Less memory and smaller messages: docs/memory.md. All of it is off by default."""
+
+    loss_tiles: Steps = 0
+    """most rows (tokens) of a tile of the last layer and the loss on a rank, so that logits of all rows never exist; 0:
+    off"""
+    mlp_tiles: Steps = 0
+    """most rows (tokens) of a tile of a block's MLP on a rank; 0: off"""
+    keep: dict[str, str] = Field(
+        default={}, json_schema_extra={"values": 'a table, such as {"linear.input" = "bfloat16"}'}
+    )
+    """arrays that are saved for the backward pass in 16 or 8 bits, or as bits: name, in which * matches any text, and
+    bfloat16, float16, int8, int8:BLOCK, or bits (of relu.output)"""
+    offload: list[Literal["activations", "states"]] = Field(default=[])
+    """arrays that are moved to the store until they are needed: those saved for the backward pass, and states of the
+    optimizer"""
+    store: str = ""
+    """folder for the files of offload, on a fast disk; left out: memory of the host, for arrays on a device"""
+    gradients: str = ""
+    """codec of the sums of gradients over data: bfloat16, float16, int8, powersgd:RANK or topk:SHARE"""
+    weights: str = ""
+    """codec of the gathers of weights over z: bfloat16, float16, int8 or int8:BLOCK"""
+    stages: str = ""
+    """codec of the messages between stages of a pipeline: bfloat16, float16, int8 or int8:BLOCK"""
+
+    @property
+    def compression(self) -> Compression:
+        """Codecs of messages."""
+        return Compression(self.gradients, self.weights, self.stages)
+
+    @field_validator("keep", "gradients", "weights", "stages")
+    @classmethod
+    def _is_known(cls, given: Any, info: ValidationInfo) -> Any:
+        try:
+            _ = codecs_of(given) if info.field_name == "keep" else Compression(**{str(info.field_name): given})
+        except Pmm3dError as error:
+            raise ValueError(str(error)) from None
+        return given
+
+    @model_validator(mode="after")
+    def _is_used(self) -> MemorySection:
+        if self.store and not self.offload:
+            raise ValueError("store is the folder of offload, which is empty: set offload, or leave store out")
+        return self

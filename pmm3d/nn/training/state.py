@@ -18,6 +18,7 @@ from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
 from ..ema import EMA
 from ..facts import FACTS, Difference, Facts, batch_differences, differences, facts_in, facts_of, refuse
+from ..feedback import compresses, feedback_matrices, forget_others, is_feedback
 from ..from_checkpoint import fill
 from ..loss_scale import LossScale
 from ..module import Module
@@ -113,7 +114,8 @@ class TrainState:
         """Weights, the optimizer's state and averages, by name. `stored` as in `Optimizer.matrices`."""
         named = self.network.named_parameters()
         averages = {} if self.ema is None else self.ema.matrices(named, stored or None)
-        return {**self.network.matrices(), **self.optimizer.matrices(named, stored), **averages}
+        states = self.optimizer.matrices(named, stored)
+        return {**self.network.matrices(), **states, **averages, **feedback_matrices(self.network, stored)}
 
     def facts(self) -> Facts:
         """Further facts for a checkpoint, for JSON.
@@ -194,6 +196,7 @@ class TrainState:
         """Load the facts of a checkpoint, after `check`. stored: names of its matrices; a parameter without a state
         begins as in its first step. matrices: those that were filled."""
         self.network.loaded()
+        forget_others(self.network, matrices)
         with self.network.parent_grid.collective_call("resume"):
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)
@@ -249,7 +252,7 @@ class TrainState:
     def _differences(self, facts: Facts, stored: Collection[str], settings: Facts | None = None) -> list[str]:
         """Return the differences from a checkpoint that are accepted, in words. stored: names of its matrices."""
         changes = [*map(str, self._changes(facts, settings)), *self._rate(facts)]
-        return [*changes, *self._averages(stored), *self._rounding(facts)]
+        return [*changes, *self._averages(stored), *self._feedback(stored), *self._rounding(facts)]
 
     def _compared(self) -> Facts:
         """Return the facts of the network and of its data."""
@@ -293,6 +296,15 @@ class TrainState:
             return ["the checkpoint has averages of the weights (EMA), and this run has none"]
         return [f"the checkpoint has no averages of the weights (EMA); they begin after step {self.step + 1}"]
 
+    def _feedback(self, stored: Collection[str]) -> list[str]:
+        """Return a sentence if error feedback of compressed gradients begins, or is dropped."""
+        before, now = any(map(is_feedback, stored)), compresses(self.network)
+        if before == now or not self.step:
+            return []
+        if before:
+            return ["the checkpoint has error feedback of gradients, which is dropped: this run compresses none"]
+        return ["the checkpoint has no error feedback of gradients, which begins with zeros"]
+
     def _blas(self) -> Facts:
         return dict(vars(machine.blas_of(self.network.parameters()[0].library)))
 
@@ -320,11 +332,16 @@ def resumed(
         return None
     folder, stored = checkpoint.path, checkpoint.contents
     matrices = state.matrices(stored)
-    facts = fill(checkpoints, checkpoint, matrices, check=check, partial=is_average)
+    facts = fill(checkpoints, checkpoint, matrices, check=check, partial=_may_be_left)
     state._load(facts, stored, matrices)
     retired = checkpoints.retire(state.step, spared=folder)
     tell_resumed(checkpoints, state.step, differences(facts, stored), retired)
     return {**facts, "path": str(folder), "retired": list(map(str, retired))}
+
+
+def _may_be_left(name: str) -> bool:
+    """Whether a training may leave out a matrix of a checkpoint."""
+    return is_average(name) or is_feedback(name)
 
 
 def tell_resumed(checkpoints: Checkpoints, step: int, changes: Iterable[str], retired: Sequence[Path]) -> None:

@@ -206,6 +206,8 @@ def _check(
         )
     if isinstance(q.shape[0], RaggedRows):
         q.shape[0].refuse()
+    if q.tape.tile is not None:
+        q.tape.tile.refuse("attention")
     if k.shape != v.shape or q.shape[0] != k.shape[0]:
         raise LayoutError(
             f"attention: q is {q.shape[0]} x {q.shape[1]}, k is {k.shape[0]} x {k.shape[1]}, v is "

@@ -23,6 +23,7 @@ from ..precision import Precision
 from ..recompute import Recompute
 from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor, relayout
+from ..tiled import Tiled, check_tiles
 from .attention import attention
 from .cache import rows_of_sequence
 from .rotary import rotary
@@ -165,7 +166,7 @@ class Attention(Module):
     ((4, 8), ['qkv.weight', 'qkv.bias', 'out.weight', 'out.bias'])
     """
 
-    replays = True
+    replays, selected = True, "core"
 
     def __init__(
         self,
@@ -345,6 +346,8 @@ class TransformerBlock(Module):
         (default: `mlp`), `shared`, `shared_gate` and `router`. Default: an MLP.
     dropout : float
         Dropout probability of the softmax weights, and of both results before their additions. Default: 0.
+    mlp_tiles : int
+        Largest number of rows of a tile of the MLP on a rank, as in `Tiled`. Default: 0, no tiles.
     activations, deviation, residual, seed, dtype, library, precision
         As in `Attention` and `Linear`.
     **attention
@@ -383,6 +386,7 @@ class TransformerBlock(Module):
         bias: bool = True,
         experts: Mapping[str, Any] | None = None,
         dropout: float = 0.0,
+        mlp_tiles: int = 0,
         activations: str = "replicated",
         deviation: float | None = None,
         residual: float = 1.0,
@@ -408,9 +412,15 @@ class TransformerBlock(Module):
         self.norm2 = NORMS[norm](grid, hidden, eps, **options)
         mlp = 4 * hidden if mlp is None else mlp
         layers |= {"activation": activation, "gated": gated, "seed": derived(seed, 1)}
-        self.mlp: FeedForward | MoE
+        self.mlp: FeedForward | MoE | Tiled
         if mixture is None:
             self.mlp = FeedForward(grid, hidden, mlp, bias=bias, **layers)
+            if check_tiles("TransformerBlock", "mlp_tiles", mlp_tiles):
+                self.mlp = Tiled(self.mlp, mlp_tiles)
+        elif mlp_tiles:
+            raise Pmm3dError(
+                f"TransformerBlock: mlp_tiles={mlp_tiles} is for an MLP, and this block has experts: leave it out"
+            )
         else:
             self.mlp = MoE(grid, hidden, **{"inner": mlp, **layers, **mixture})
         self.drop1, self.drop2 = (Dropout(grid, dropout, derived(seed, 2 + index)) for index in range(2))

@@ -78,6 +78,8 @@ def embedding(tokens: Tensor | DistMatrix, table: Tensor) -> Tensor:
 def positions_of(x: Tensor) -> Array:
     """Position in its sequence of each row of this rank: int64, in the library of x."""
     box, cache = x.box, Cache.of(x.grid)
+    if x.tape.tile is not None:
+        x.tape.tile.refuse("a position in a sequence")
     if cache is not None:  # a recorded pass reads the length of the cache in each replay
         made = partial(x.library.made, (box.shape[0],), "int64", partial(cache.positions, box))
         return local_results(x.grid, made)

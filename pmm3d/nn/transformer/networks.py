@@ -13,8 +13,10 @@ from ..module import Module
 from ..parameter import Parameter
 from ..precision import Precision
 from ..recompute import Recomputed
+from ..recompute_budget import Budget, Group
 from ..seeds import check_grid, derived, seed_of
 from ..tensor import Tensor
+from ..tiled import TiledHead, check_tiles
 from .blocks import NORMS, TransformerBlock
 from .embedding import DEVIATION, Embedding
 from .files import Published
@@ -106,6 +108,8 @@ class Transformer(Published):
         bias_rate: float = 0.0,
         activations: str = "replicated",
         recompute: str | int = "none",
+        loss_tiles: int = 0,
+        mlp_tiles: int = 0,
         window: int | None = None,
         order: str = "plain",
         parallel: str = "auto",
@@ -168,6 +172,7 @@ class Transformer(Published):
         rotary: dict[str, Any] = (
             {} if self.learned else {"rotary_base": of.rotary_base, "rotary_scaling": of.rotary_scaling}
         )
+        dense = [index for index in range(of.layers) if not of.is_mixture(index)]
         made = [
             TransformerBlock(
                 grid,
@@ -182,6 +187,7 @@ class Transformer(Published):
                 window=of.window,
                 parallel=parallel,
                 recompute=again.attention,
+                mlp_tiles=0 if dense and index not in dense else mlp_tiles,
                 experts=mixture if of.is_mixture(index) else None,
                 residual=(2 * of.layers) ** -0.5,
                 seed=derived(seed, 1 + index),
@@ -191,7 +197,7 @@ class Transformer(Published):
             )
             for index in range(of.layers)
         ]
-        last = Head(
+        last: Module = Head(
             grid,
             of.hidden,
             of.vocabulary,
@@ -199,7 +205,12 @@ class Transformer(Published):
             seed=derived(seed, 1 + of.layers),
             **options,
         )
+        if check_tiles(type(self).__name__, "loss_tiles", loss_tiles):
+            last = TiledHead(last, loss_tiles)
         super().__init__(grid, first, *(again.block(index, each) for index, each in enumerate(made)), last)
+        if again.budget is not None:
+            groups = [Group(index, index + 1, 0 < index <= of.layers) for index in range(of.layers + 2)]
+            self.budget = Budget(grid, again.budget, groups)
 
 
 class GPT(Transformer):
@@ -254,7 +265,16 @@ class GPT(Transformer):
     activations : str
         "replicated" (default) or "sharded" (sequence parallelism), as in `linear`.
     recompute : str or int
-        "none" (default), "selective" (attention), "full", or k for every k-th block.
+        "none" (default), "selective" (attention), "full", or k for every k-th block. A number of bytes, such as
+        "2 GiB" (units B, KiB, MiB, GiB, TiB): the choice for each block that costs the fewest operations, so that the
+        arrays of this rank for the backward pass take at most these bytes. The logits are counted, other arrays of the
+        loss are not.
+    loss_tiles : int
+        Largest number of rows of a tile of the head and of `nn.cross_entropy` on a rank, as in `TiledHead`. Default: 0,
+        the logits of all rows exist.
+    mlp_tiles : int
+        Largest number of rows of a tile of the MLP of a block on a rank, as in `Tiled`. Blocks with experts have no
+        tiles. Default: 0, no tiles.
     window : int or None
         Number of rows that a row attends to, including itself. Default: no limit.
     order : str
@@ -269,6 +289,8 @@ class GPT(Transformer):
     ------
     LayoutError
         On every rank, for sizes that do not fit together, and for a sequence longer than `positions`.
+    Pmm3dError
+        On every rank, in a forward pass that needs more than the bytes of `recompute`.
 
     Notes
     -----
@@ -310,7 +332,7 @@ class Encoder(Transformer):
         As in `GPT`.
     experts, top_k, expert_mlp, every, shared, shared_gate, scores, normalize, capacity, balance, z_loss, bias_rate
         As in `GPT`.
-    activations, recompute, window, order, parallel, dtype, library, precision
+    activations, recompute, loss_tiles, mlp_tiles, window, order, parallel, dtype, library, precision
         As in `GPT`.
 
     Examples
@@ -347,7 +369,8 @@ class Llama(Transformer):
         Whether each head of queries and keys is normalized by an `RMSNorm`; "all": all heads together, as in OLMoE.
         Default: False.
     **options
-        Arguments of `GPT`, of which `vocabulary`, `layers`, `hidden` and `heads` are needed.
+        Arguments of `GPT`, such as `recompute`, `loss_tiles` and `mlp_tiles`. `vocabulary`, `layers`, `hidden` and
+        `heads` are needed.
 
     Raises
     ------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from itertools import cycle
 from statistics import median
 
-from ...nn.training.run_file import Columns, Moved, PipelineStep, RankActions
+from ...nn.training.run_file import Columns, MemoryStep, Moved, PipelineStep, RankActions
 from ...text import counted, in_bytes, in_time, number, percent
-from ..plots import COLOURS, Part
+from ..memory_picture import draw_memory
+from ..plots import COLOURS, Part, svg_text
 from .drawings import time_bars
 from .elements import Cell, Figure, Section, Table, Tile
 
@@ -201,8 +203,9 @@ def _phase(entry: Moved) -> str:
     return entry.phase or ("agreement" if "agreement" in entry.operation else unnamed)
 
 
-def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:
-    """Return a table of the bytes of the ranks' arrays. held: kind of array -> bytes of each rank."""
+def memory_section(ranks: Columns, held: dict[str, list[int]], step: MemoryStep | None = None) -> Section:
+    """Return a table of the bytes of the ranks' arrays, and pictures of a recorded step. held: kind of array -> bytes
+    of each rank."""
     names = {"work": "work: activations, messages, ..."}
     rows = [(names.get(name, name), *_spread(values, in_bytes)) for name, values in held.items()]
     rows.append(("all arrays", *_spread([sum(column) for column in zip(*held.values())], in_bytes)))
@@ -212,7 +215,13 @@ def memory_section(ranks: Columns, held: dict[str, list[int]]) -> Section:
         f"{peak.index(max(peak))}). This includes Python, libraries and the buffers of the loader, but not the "
         "memory of a device."
     )
-    return Section("Memory of each rank", lead, tables=[Table(("", *SPREAD), rows)])
+    figures, text = list[Figure](), ""
+    if step is not None:
+        panels = {"predicted": step.predicted, "measured": step.measured}
+        documents = {label: dict(each) for label, each in panels.items() if each is not None}
+        draw_memory(drawn := BytesIO(), documents, f"Arrays of rank 0 in step {step.step}")
+        figures, text = [Figure(svg_text(drawn))], step.measured.text
+    return Section("Memory of each rank", lead, figures, [Table(("", *SPREAD), rows)], text)
 
 
 def pipeline_section(step: PipelineStep) -> Section:

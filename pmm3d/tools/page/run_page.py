@@ -62,7 +62,7 @@ def _sections(record: RunFile) -> Iterator[Section | None]:
         yield time_section(ranks, moved)
         yield collectives_section(ranks, moved, record.passes.steps if record.passes else 0)
     if ranks and record.memory:
-        yield memory_section(ranks, dict(record.memory))
+        yield memory_section(ranks, dict(record.memory), record.memory_step)
     if record.grid:
         shape = GridShape(**record.grid)
         replicas, drawn = prod(shape[3:]), replicas_drawn(shape)

@@ -11,7 +11,7 @@ import typer
 from ...errors import Pmm3dError
 from ...model.environment import Settings
 from ...model.machines import Machine, assumed_machines, load
-from ...text import counted, in_bytes, in_flops
+from ...text import bytes_in, counted, in_bytes, in_flops
 from ..ranks import MOST_BYTES, MOST_RANKS, size
 
 Ranks = Annotated[int, size(1, "Number of ranks of the job.", MOST_RANKS)]
@@ -24,7 +24,22 @@ MachineName = Annotated[
     ),
 ]
 RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
-Memory = Annotated[int | None, size(1, "Memory limit of a rank, in bytes. Default: the machine's.", MOST_BYTES)]
+
+
+def _bytes(text: str) -> int:
+    """Return a number of bytes, which may have a unit. Raises BadParameter."""
+    found = int(text) if text.isdecimal() else bytes_in(text)
+    if not found or found > MOST_BYTES:
+        raise typer.BadParameter(f'{text!r} is not a number of bytes of at least 1, such as 2147483648 or "2 GiB"')
+    return found
+
+
+Memory = Annotated[
+    int | None,
+    typer.Option(
+        parser=_bytes, metavar="BYTES", help='Memory limit of a rank, such as "2 GiB". Default: the machine\'s.'
+    ),
+]
 Top = Annotated[int, size(1, "Number of grids to show.")]
 Wide = Annotated[
     bool, typer.Option("--wide", help="Print all columns in one table, also if the lines are longer than the terminal.")
@@ -36,6 +51,13 @@ Picture = Annotated[
     typer.Option(
         help="Draw the simulated step of the first choice into this file (.svg, .pdf, .png): computation and the "
         "collectives of each axis on the first rank, or the passes of each rank along pipe."
+    ),
+]
+MemoryPicture = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the memory of the first rank over the step of the first choice, by kind of array, into this file "
+        "(.svg, .pdf, .png). The peak is printed: its operation, its kinds and its largest arrays."
     ),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking
 from ...model.ranking import lower_bound
-from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time
+from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time, in_toml
 from ..output import FigureTable, check_writable, say_written, write_json
 from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import JOINT, console, joined, say
@@ -71,10 +71,16 @@ def shown_of(ranking: Ranking, top: int) -> Shown:
     return Shown(best, [each for each in first.values() if each and each not in best])
 
 
-def check_outputs(json: Path | None, drawn: Path | None, *files: Path | None, picture: Path | None = None) -> None:
+def check_outputs(
+    json: Path | None,
+    drawn: Path | None,
+    *files: Path | None,
+    picture: Path | None = None,
+    memory_picture: Path | None = None,
+) -> None:
     """Raise Pmm3dError if the file of --json, --plot, --picture or another option cannot be written."""
-    check_writable(drawn, picture, *files, text=json)
-    for path, option in ((drawn, "--plot"), (picture, "--picture")):
+    check_writable(drawn, picture, memory_picture, *files, text=json)
+    for path, option in ((drawn, "--plot"), (picture, "--picture"), (memory_picture, "--memory-picture")):
         if path:
             check_picture(path, option)
 
@@ -119,7 +125,8 @@ def print_plan(
     screen.print(*tables)
     if any(REST in table.names for table in tables):
         tell(f"{REST}: the sum of the columns that do not fit; --wide prints all")
-    tell(*hidden_lines(ranking, shown), choice(ranking, unit, node, room))
+    tell(*hidden_lines(ranking, shown), *fitting_lines(ranking, memory or machine.memory))
+    tell(choice(ranking, unit, node, room))
 
 
 def write_plan(chosen: Chosen, ranking: Ranking, top: int, json: Path | None, drawn: Path | None) -> None:
@@ -191,6 +198,24 @@ def _room(chosen: Chosen, memory: int | None, ranks: int) -> str:
         return f", limit {min(machine.ranks_per_node, ranks)} x {in_bytes(memory)}"
     whole = machine.memory * (chosen.own_ranks or machine.ranks_per_node)
     return f", which has {in_bytes(whole)}" if whole else ""
+
+
+def fitting_lines(ranking: Ranking, limit: int) -> Iterator[str]:
+    """Yield, for each grid that fits only with further settings, the cheapest ones, as keys of the configuration."""
+    for each in ranking.candidates:
+        without = [
+            one
+            for one in ranking.dropped
+            if one.grid == each.grid and one.memory and one.settings.items() < each.settings.items()
+        ]
+        for plain in without[:1]:
+            further = {key: value for key, value in each.settings.items() if key not in plain.settings}
+            more = 100 * (each.seconds / plain.seconds - 1) if plain.seconds else 0.0
+            yield (
+                f"{each.grid} fits with: {in_toml(further)} ({in_bytes(_bytes_of(each))} of {in_bytes(limit)}, "
+                f"{abs(more):.2g}% {'slower' if more >= 0 else 'faster'} than without, which needs "
+                f"{in_bytes(_bytes_of(plain))})"
+            )
 
 
 def choice(ranking: Ranking, unit: str, node: int, room: str = "") -> str:
@@ -281,7 +306,8 @@ class _Columns:
         if wide:
             found["schedule"] = lambda candidate: candidate.schedule
             for name in names(candidate.settings for candidate in self.shown.all):
-                found[name] = lambda candidate, name=name: str(candidate.settings.get(name, ""))  # type: ignore[misc]
+                head = name.rpartition(".")[2]
+                found[head] = lambda candidate, name=name: str(candidate.settings.get(name, ""))  # type: ignore[misc]
         elif self.keys:
             found["settings"] = _settings
         if wide or self.keys:
@@ -291,8 +317,16 @@ class _Columns:
 
 def _settings(candidate: Candidate) -> str:
     """Return the schedule and the settings that are not off, in short."""
-    words = [WORDS.get(str(value), f"recompute {value}") for value in candidate.settings.values()]
+    words = [
+        WORDS.get(str(value), f"recompute {value}") if key.startswith("network.") else _short(key, value)
+        for key, value in candidate.settings.items()
+    ]
     return " ".join(filter(None, [candidate.schedule, *words]))
+
+
+def _short(key: str, value: Any) -> str:
+    name = key.rpartition(".")[2]
+    return name if value is True else f"{name} {value}"
 
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> _Columns:

@@ -190,8 +190,8 @@ class FirstRank:
     largest: list[Share]
 
     @classmethod
-    def of(cls, training: Training, grid: GridShape, network: Mapping[str, Any] = NO_SETTINGS) -> FirstRank:
-        """Return the actions on a grid, with these settings of [network] (`Candidate.settings`). Raises Pmm3dError for
+    def of(cls, training: Training, grid: GridShape, settings: Mapping[str, Any] = NO_SETTINGS) -> FirstRank:
+        """Return the actions on a grid, with these settings (`Candidate.settings`). Raises Pmm3dError for
         a grid with the axis pipe."""
         machine = training.machine
         if grid.stages > 1:
@@ -199,7 +199,7 @@ class FirstRank:
                 f"grid {grid} is a pipeline, and a single rank of it is not simulated: name a --grid "
                 "without the axis pipe, or see the schedule with pmm3d plan pipeline"
             )
-        steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled.of_network(network)
+        steps = dry_steps(training.config, machine, training.limit, training.samples).unscheduled.of_settings(settings)
         step = steps.of(grid, machine.ranks_per_node)
         actions, groups = step.actions, groups_of(grid, machine.ranks_per_node)
         shares, alone, received = dict[str, Share](), dict[str, float](), dict[str, int]()

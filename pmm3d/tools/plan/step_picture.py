@@ -31,7 +31,7 @@ def draw_step(training: Training, candidate: Candidate, path: Path) -> None:
     """
     grid, machine = candidate.grid, training.machine
     if grid.stages > 1:
-        steps = dry_steps(training.config, machine, training.limit, training.samples).of_network(candidate.settings)
+        steps = dry_steps(training.config, machine, training.limit, training.samples).of_settings(candidate.settings)
         schedule = training.config.grid.schedule or candidate.schedule
         step = staged_step(steps, grid, machine, groups_of(grid, machine.ranks_per_node), schedule)
         draw(step.table, step.line, path, "in seconds", [sum(each.rest.values()) for each in step.costs])

@@ -95,13 +95,22 @@ def train_command(
     json: options.Json = None,
     plot: options.Plot = None,
     picture: options.Picture = None,
+    memory_picture: options.MemoryPicture = None,
+    lossy: Annotated[
+        bool,
+        typer.Option(
+            "--lossy",
+            help="To fit the memory, also try settings that change values, such as states of the optimizer in 8 bits.",
+        ),
+    ] = False,
 ) -> None:
     """Rank the grids for a training by the simulated time of a step, before a job is submitted.
 
     The step is a dry run of the training program, with the times of the machine. The tables show the time with its
     largest terms, the share of peak, and the memory of the fullest rank and of a node, for the best grids and for a
     grid of each family: ddp, fsdp, hsdp, megatron; for transformers also megatron+sp, cp, 3d, 4d, 5d. Grids that are
-    not shown are counted by reason. No MPI is used.
+    not shown are counted by reason. If a fast grid does not fit the memory, the cheapest settings with which it does
+    are printed. No MPI is used.
 
     [bold]Examples[/]
 
@@ -113,19 +122,20 @@ def train_command(
 
     pmm3d plan train x.toml --ranks 8 --grid fsdp --trace x.json --beside run.json
 
-    pmm3d plan train x.toml --ranks 8 --grid fsdp --picture step.svg
+    pmm3d plan train x.toml --ranks 8 --grid fsdp --memory-picture memory.svg
 
     More options: --mtbf 24 --write-seconds 30 for the interval of checkpoints.
     """
     from ...nn.training.config import load
     from ...nn.training.planning import TOP
     from .curves import best_grids, curves_of, draw_curves, print_curve, rank_counts
+    from .memory import draw_memory_of
     from .ranking import as_json, check_outputs, draw, print_plan, tell
     from .step import FirstRank, Training, print_first_rank
     from .step_picture import draw_step
     from .trace import read_trace, write_trace
 
-    check_outputs(json, plot, trace, picture=picture)
+    check_outputs(json, plot, trace, picture=picture, memory_picture=memory_picture)
     check_mtbf(mtbf, write_seconds)
     options.check_amount("--samples", samples)
     options.check_amount("--tokens", tokens)
@@ -144,10 +154,15 @@ def train_command(
         named = None if grid in (None, AUTO) else training.named_grid(str(grid), data, ranks)
         with training.pool(ranks) as pool:
             ranking = training.ranking(
-                ranks, top=max(top, TOP), grids=[named] if named else [], tell=told, pool=None if named else pool
+                ranks,
+                top=max(top, TOP),
+                grids=[named] if named else [],
+                tell=told,
+                pool=None if named else pool,
+                remedies="lossy" if lossy else "exact",
             )
         best = ranking.candidates[0]
-        first = FirstRank.of(training, best.grid) if trace or (grid and best.grid.stages == 1) else None
+        first = FirstRank.of(training, best.grid, best.settings) if trace or (grid and best.grid.stages == 1) else None
     written: dict[str, Any] = {"grids": as_json(ranking)}
     notes = [*how_often(mtbf, write_seconds, best.seconds), *training.in_words(best, amount)]
     print_plan(chosen, ranking, top, "a step", memory=memory, wide=wide)
@@ -173,13 +188,15 @@ def train_command(
         say(write_trace(trace, first, real))
     if picture:
         draw_step(training, best, picture)
+    if memory_picture:
+        written["memory"] = draw_memory_of(training, best, memory_picture)
     if json:
         write_json(json, written)
     if plot and counts:
         draw_curves(curves, f"{config.name} on {chosen.machine.name}", plot)
     elif plot:
         draw(ranking, top, chosen.machine.name, plot)
-    say_written(json, plot, picture)
+    say_written(json, plot, picture, memory_picture)
 
 
 def _samples(

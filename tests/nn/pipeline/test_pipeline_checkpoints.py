@@ -138,6 +138,43 @@ def test_tied_weights_and_copies_are_stored_once(comm, shared_path, fails, case,
         assert trained(grid, other[1], 2).facts()["optimizer"] == facts["optimizer"] == again.facts()["optimizer"]
 
 
+@looped("schedule", ["1f1b", "dualpipe-v", "dualpipe"])
+def test_the_error_feedback_of_tied_weights_is_stored_once(comm, shared_path, schedule):
+    """What was applied and what is stored add up to the plain gradients, also after an earlier checkpoint."""
+    applied = {}
+    for name in ("", "int8"):
+        with cut(comm, 1) as grid:
+            nn.Tape.of(grid.stage).parallel.compression = nn.Compression(gradients=name)
+            net = nn.Pipeline(grid, tied, schedule=schedule)
+            state, keeper = (
+                TrainState(net, optim.SGD(net.parameters(), lr=1e-30)),
+                Checkpoints(grid, shared_path / f"{schedule}{name}"),
+            )
+            applied[name] = 0
+            for step in range(4):
+                x = np.random.default_rng(step).standard_normal((5, 6))
+                batch = tuple(spread(net.grid, x, batch_layout(columns), dtype="float32") for columns in ("y", None))
+                train_step(net, state.optimizer, nn.mse, [batch] * 4, keep_gradients=True)
+                if step == 1:
+                    state.save(keeper)
+                if "0.weight" in net.named_parameters():
+                    gradient = net.named_parameters()["0.weight"].grad
+                    applied[name] = applied[name] + np.asarray(gradient.gather(), "float64")
+            written, _ = contents(state.save(keeper))
+            held = [each for _, buffer in net._gradient_buffers() if (each := buffer.feedback)]
+            assert len(held) == (len(net._gradient_buffers()) if name else 0)
+            assert grid.stage.ledger.memory["state"] == sum(array.nbytes for each in held for array in each.arrays)
+    with cut(comm, 4) as grid:
+        nn.Tape.of(grid).parallel.compression = nn.Compression(gradients="int8")
+        net = nn.Pipeline(grid, tied)
+        state = TrainState(net, optim.SGD(net.parameters(), lr=1e-30))
+        state.resume(Checkpoints(grid, shared_path / f"{schedule}int8"))
+        assert same(contents(state.save(Checkpoints(grid, shared_path / f"{schedule}2")))[0], written)
+    if not isinstance(applied[""], int):
+        off = applied[""] - applied["int8"]
+        assert np.abs(off - written["feedback/0.weight"]).max() < 1e-6 < 1e-4 < np.abs(off).max()
+
+
 def test_weights_in_files_are_the_same_in_any_number_of_stages(comm, shared_path):
     files = []
     for number in (0, 1, 4):
