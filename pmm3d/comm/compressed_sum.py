@@ -35,7 +35,7 @@ NOTHING, OWN, TOTAL = "nothing", "own", "total"
 
 @dataclass(eq=False)
 class Feedback:
-    """What the sums of an array have not contained yet.
+    """The error of the compressed sums of an array, which is added to its next sum.
 
     error    flat array of the accumulator's type
     holds    NOTHING: zeros, whatever the values. OWN: the part of this rank. TOTAL: the parts of all ranks, added up;
@@ -233,7 +233,7 @@ class Largest(Method):
     """The numbers of the largest magnitude: `share` of each array, at least one. For `size` ranks, a rank receives
     (size - 1) (4 + itemsize) bytes for each number, also for a reduce-scatter.
 
-    What is not sent of an array x of n numbers is at most (1 - k/n) |x|^2 (Stich et al., NeurIPS 2018). Positions take
+    The squared error of an array x of n numbers is at most (1 - k/n) |x|^2 (Stich et al., NeurIPS 2018). Positions take
     8 bytes in arrays of more than 2^31 numbers.
     """
 

@@ -1,4 +1,4 @@
-"""What compressed sums of gradients have not contained yet: its memory, and its matrices for a checkpoint."""
+"""Errors of compressed sums of gradients, which are added to later gradients: memory, and matrices of a checkpoint."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class LowState(ABC):
             parallel_rows(self.library, work, self.shape, self._slice)
 
     def words(self, rows: slice, step: int) -> Array:
-        """What this state and others with the same number // 4 need to round rows: random bits, or None."""
+        """Return random bits to round rows of this state, and of states with the same number // 4, or None."""
         return None
 
     @abstractmethod
