@@ -511,12 +511,13 @@ def test_plans_of_new_sizes_are_bounded_by_bytes(comm, monkeypatch):
             gc.collect()
             return tracemalloc.get_traced_memory()[0]
 
-        kept_after(range(32, 64))
+        # Ten plans of the same sizes are kept before and after: what grows belongs to the 46 plans between.
+        kept_after(range(24, 80))
         tracemalloc.start()
-        before = kept_after(range(1, 24))
+        before = kept_after(range(70, 80))
         after = kept_after(range(24, 80))
         tracemalloc.stop()
-        assert len(context.plans) == 10 and after - before < blacs.PLANS_BYTES
+        assert len(context.plans) == 10 and after - before < blacs.PLANS_BYTES / 4
         monkeypatch.setattr("pmm3d.product.tiles.ROUND_BYTES", 2000)  # moves then have several rounds
         cleared = Mock()
         monkeypatch.setattr(Workspace, "clear", cleared)
