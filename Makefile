@@ -52,10 +52,11 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 IN_WORKERS := -m "not parallel" $(WORKERS)
 
 # Debian packages for the tests. Slurm: a cluster of virtual nodes. libpmix-dev contains libpmix.so, which Slurm's plugin
-# opens. An Open MPI for GPUs needs libnl. C and Fortran: compilers, an MPI, ScaLAPACK. shellcheck reads jobs/.
+# opens. An Open MPI for GPUs needs libnl. C and Fortran: compilers, an MPI, ScaLAPACK, and CMake for the installed
+# library. shellcheck reads jobs/.
 SYSTEM_PACKAGES := munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins libpmix2 libpmix-dev libpmi2-0 \
   iproute2 libnl-3-200 shellcheck \
-  g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config
+  g++ gfortran libopenmpi-dev openmpi-bin libscalapack-openmpi-dev pkg-config cmake
 test-all test-embed: MPICC := mpicc.openmpi
 OTHER_MPIS := $(filter-out $(MPI),openmpi mpich impi-rt)
 OTHER_ENVIRONMENTS := $(OTHER_MPIS:%=.venv-slurm-%)
@@ -169,7 +170,7 @@ COPIED := source=$$(mktemp -d) && trap 'rm -rf "$$source"' EXIT && \
   cp -R pmm3d pyproject.toml setup.py README.md LICENSE "$$source" &&
 # What was installed is replaced only if everything succeeds.
 INSTALLED := $(PREFIX)/lib/pmm3d
-install: embed-compiler ## build the C and Fortran library in PREFIX, with an environment of its own and .pc files
+install: embed-compiler ## build the C and Fortran library in PREFIX, with an environment of its own, for pkg-config and CMake
 	@mkdir -p '$(PREFIX)/lib' && test -w '$(PREFIX)/lib' || { \
 	  echo 'embed: $(PREFIX)/lib cannot be written. Name another folder: make install PREFIX=$$HOME/.local'; exit 1; }
 	@test -d '$(INSTALLED).old' || ! test -d '$(INSTALLED)' || mv '$(INSTALLED)' '$(INSTALLED).old'; rm -rf '$(INSTALLED)'

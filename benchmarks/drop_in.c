@@ -3,9 +3,13 @@
        mpirun -n 4 ./drop_in lu|cholesky n block rounds          p?getrf, p?potrf
        mpirun -n 4 ./drop_in rotation n block rounds kinds       products of `kinds` different sizes in turns, near n
        mpirun -n 4 ./drop_in scf n block rounds                  purification of a density matrix
+       mpirun -n 4 ./drop_in NAME n block rounds                 pdNAME of n x n matrices, such as syrk
 
    On the process grid nearest to a square. Prints "first" and "round", each with the seconds of the slowest rank (of a
-   product for rotation), "error" with the largest error of a result, and "MB" with the largest memory of a rank. */
+   product for rotation), "error" with the largest error of a result, and "MB" with the largest memory of a rank. For a
+   routine, "theirs" are the seconds of ScaLAPACK's own routine in this process, in turns with the program's. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <math.h>
 #include <mpi.h>
 #include <stdio.h>
@@ -27,6 +31,15 @@ void pdgetrs_(const char *, const int *, const int *, const double *, const int 
 void pdpotrf_(const char *, const int *, double *, const int *, const int *, const int *, int *);
 void pdpotrs_(const char *, const int *, const int *, const double *, const int *, const int *, const int *, double *,
               const int *, const int *, const int *, int *);
+
+void pdgemv_(const char *, const int *, const int *, const double *, const double *, const int *, const int *,
+             const int *, const double *, const int *, const int *, const int *, const int *, const double *, double *,
+             const int *, const int *, const int *, const int *);
+void pdsymv_(const char *, const int *, const double *, const double *, const int *, const int *, const int *,
+             const double *, const int *, const int *, const int *, const int *, const double *, double *, const int *,
+             const int *, const int *, const int *);
+void pdtrmv_(const char *, const char *, const char *, const int *, const double *, const int *, const int *,
+             const int *, double *, const int *, const int *, const int *, const int *);
 
 static const int zero = 0, one = 1;
 static int context, rows, columns, row, column, n, block, tall;
@@ -177,6 +190,122 @@ static double scf(double *wrong) {
     return seconds;
 }
 
+/* Elements of a general matrix, of one on or below whose diagonal is well conditioned, and of a vector. */
+static double general(int i, int j) { return (i * 31 + j * 17) % 61 / 61. - 0.5; }
+static double triangle(int i, int j) { return i == j ? 1 + i % 3 : general(i, j) / n; }
+static double vector(int i, int j) { return (void)j, 1 + i % 7; }
+
+#define PASSED(matrix) (matrix).data, &one, &one, (matrix).desc
+
+/* y = op(A) x + beta y. kind: 'N' or 'T' of a general matrix; 'S' for a symmetric matrix that is stored on and below its
+   diagonal; 'L' or 'U' for a triangle, or its transpose, with beta = 0. */
+static void apply(char kind, const Matrix *a, const Matrix *x, double beta, Matrix *y) {
+    static const double unit = 1;
+    const char op[] = {kind, 0};
+    if (kind == 'S') pdsymv_("L", &n, &unit, PASSED(*a), PASSED(*x), &one, &beta, PASSED(*y), &one);
+    else if (kind != 'L' && kind != 'U') pdgemv_(op, &n, &n, &unit, PASSED(*a), PASSED(*x), &one, &beta, PASSED(*y), &one);
+    else {
+        if (x != y) memcpy(y->data, x->data, bytes(x));
+        pdtrmv_("L", kind == 'L' ? "N" : "T", "N", &n, PASSED(*a), PASSED(*y), &one);
+    }
+}
+
+/* Call pdNAME: with A and B, which are not changed, and C, which is. Multiplications by 1, sums with C. */
+static void run(void (*routine)(), const char *name, const Matrix *a, const Matrix *b, Matrix *c) {
+    static const double unit = 1;
+    const size_t length = 1;
+    int info = 0;
+    if (!strcmp(name, "gemm"))
+        routine("N", "N", &n, &n, &n, &unit, PASSED(*a), PASSED(*b), &unit, PASSED(*c), length, length);
+    else if (!strcmp(name, "tran")) routine(&n, &n, &unit, PASSED(*a), &unit, PASSED(*c));
+    else if (!strcmp(name, "geadd")) routine("T", &n, &n, &unit, PASSED(*a), &unit, PASSED(*c), length);
+    else if (!strcmp(name, "gemr2d")) routine(&n, &n, PASSED(*a), PASSED(*c), &context);
+    else if (!strcmp(name, "syrk"))
+        routine("L", "N", &n, &n, &unit, PASSED(*a), &unit, PASSED(*c), length, length);
+    else if (!strcmp(name, "syr2k"))
+        routine("L", "N", &n, &n, &unit, PASSED(*a), PASSED(*b), &unit, PASSED(*c), length, length);
+    else if (!strcmp(name, "symm"))
+        routine("L", "L", &n, &n, &unit, PASSED(*a), PASSED(*b), &unit, PASSED(*c), length, length);
+    else if (!strcmp(name, "trmm") || !strcmp(name, "trsm"))
+        routine("L", "L", "N", "N", &n, &n, &unit, PASSED(*a), PASSED(*c), length, length, length, length);
+    else if (!strcmp(name, "potrf")) routine("L", &n, PASSED(*c), &info, length);
+    else if (!strcmp(name, "potrs")) routine("L", &n, &n, PASSED(*a), PASSED(*c), &info, length);
+    else if (!strcmp(name, "trtri")) routine("L", "N", &n, PASSED(*c), &info, length, length);
+    else {
+        fprintf(stderr, "drop_in: there is no routine %s\n", name);
+        MPI_Abort(MPI_COMM_WORLD, 2);
+    }
+    if (info) fprintf(stderr, "pd%s: INFO is %d\n", name, info);
+}
+
+/* The relative error of the result in C, by products with a vector v. started: C before the call. */
+static double error_of(const char *name, const Matrix *a, const Matrix *b, const Matrix *c, const Matrix *started) {
+    Matrix v = matrix(n, 1, vector), found = matrix(n, 1, nothing), right = matrix(n, 1, nothing),
+           step = matrix(n, 1, nothing);
+    char kind = strstr("syrk syr2k", name) ? 'S' : 'N';
+    if (!strcmp(name, "trsm")) { /* A (C v) = B v */
+        apply('N', c, &v, 0, &step), apply('L', a, &step, 0, &found), apply('N', started, &v, 0, &right);
+    } else if (!strcmp(name, "potrs")) { /* A A^T (C v) = B v */
+        apply('N', c, &v, 0, &step), apply('U', a, &step, 0, &step), apply('L', a, &step, 0, &found);
+        apply('N', started, &v, 0, &right);
+    } else if (!strcmp(name, "potrf")) { /* C (C^T v) = A v */
+        apply('U', c, &v, 0, &step), apply('L', c, &step, 0, &found), apply('S', started, &v, 0, &right);
+    } else if (!strcmp(name, "trtri")) { /* C (A v) = v */
+        apply('L', started, &v, 0, &step), apply('L', c, &step, 0, &found), memcpy(right.data, v.data, bytes(&v));
+    } else {
+        apply(kind, c, &v, 0, &found);
+        if (strcmp(name, "trmm") && strcmp(name, "gemr2d")) apply(kind, started, &v, 0, &right);
+        if (!strcmp(name, "tran") || !strcmp(name, "geadd")) apply('T', a, &v, 1, &right);
+        if (!strcmp(name, "gemr2d")) apply('N', a, &v, 1, &right);
+        if (!strcmp(name, "gemm")) apply('N', b, &v, 0, &step), apply('N', a, &step, 1, &right);
+        if (!strcmp(name, "symm")) apply('N', b, &v, 0, &step), apply('S', a, &step, 1, &right);
+        if (!strcmp(name, "trmm")) apply('N', started, &v, 0, &step), apply('L', a, &step, 0, &right);
+        if (!strcmp(name, "syrk")) apply('T', a, &v, 0, &step), apply('N', a, &step, 1, &right);
+        if (!strcmp(name, "syr2k")) {
+            apply('T', b, &v, 0, &step), apply('N', a, &step, 1, &right);
+            apply('T', a, &v, 0, &step), apply('N', b, &step, 1, &right);
+        }
+    }
+    double wrong = 0, size = 0;
+    for (int i = 0; i < right.height * right.width; i++) {
+        size = fmax(size, fabs(right.data[i]));
+        wrong = worse(wrong, fabs(found.data[i] - right.data[i]));
+    }
+    free(v.data), free(found.data), free(right.data), free(step.data);
+    return largest(wrong) / largest(size);
+}
+
+/* ScaLAPACK's own routine: that of the library which has p?getrf. */
+static void *of_scalapack(const char *symbol) {
+    Dl_info there;
+    if (!dladdr(dlsym(RTLD_DEFAULT, "pdgetrf_"), &there)) return NULL;
+    return dlsym(dlopen(there.dli_fname, RTLD_NOW | RTLD_NOLOAD), symbol);
+}
+
+/* Time a routine of the program and ScaLAPACK's, in turns. Print the seconds, and return the largest error. */
+static double both(const char *name, int rounds, int rank) {
+    int factor = !strcmp(name, "potrf"), inverse = !strcmp(name, "trtri"), own = block;
+    double (*of_a)(int, int) = strstr("trmm trsm potrs", name) ? triangle : general, wrong = 0;
+    char symbol[32];
+    snprintf(symbol, sizeof symbol, "pd%s_", name);
+    Matrix a = matrix(n, n, of_a), b = matrix(n, n, general);
+    if (!strcmp(name, "gemr2d")) block *= 2; /* the target has other blocks */
+    Matrix started = matrix(n, n, factor ? dominant : inverse ? triangle : general), c = matrix(n, n, nothing);
+    for (int turn = 0; turn < 2 * (rounds + 1); turn++) {
+        int theirs = (turn + turn / 2) % 2;
+        void *routine = theirs ? of_scalapack(symbol) : dlsym(RTLD_DEFAULT, symbol);
+        memcpy(c.data, started.data, bytes(&c));
+        MPI_Barrier(MPI_COMM_WORLD);
+        double begun = MPI_Wtime();
+        run((void (*)())routine, name, &a, &b, &c);
+        double seconds = largest(MPI_Wtime() - begun);
+        if (rank == 0) printf("%s%s %.9f\n", theirs ? "theirs" : "", turn < 2 ? "first" : theirs ? "" : "round", seconds);
+        if (turn < 2 || turn > 2 * rounds) wrong = worse(wrong, error_of(name, &a, &b, &c, &started));
+    }
+    block = own;
+    return wrong;
+}
+
 static double resident(void) {
     char line[256];
     double kilobytes = 0;
@@ -199,7 +328,10 @@ int main(int count, char **words) {
     Cblacs_gridinit(&context, "Row", shape[1], shape[0]);
     Cblacs_gridinfo(context, &rows, &columns, &row, &column);
     double worst = 0;
-    for (int round = -1; round < rounds; round++) {
+    int program = !strcmp(words[1], "lu") || !strcmp(words[1], "cholesky") || !strcmp(words[1], "rotation") ||
+                  !strcmp(words[1], "scf");
+    if (!program) worst = both(words[1], rounds, rank);
+    for (int round = -1; program && round < rounds; round++) {
         double wrong, seconds = !strcmp(words[1], "rotation") ? rotate(round < 0, kinds, &wrong)
                                 : !strcmp(words[1], "scf")    ? scf(&wrong)
                                                               : factor(!strcmp(words[1], "lu"), &wrong);

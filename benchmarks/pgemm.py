@@ -78,8 +78,18 @@ def product_row(scalapack: Scalapack, shape: tuple[int, int, int], dtype: str, r
         )
         sides = {
             "pmm3d": lambda: plan(a, b, c),
-            "scalapack": lambda: scalapack.pgemm(
-                "N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0, d, 1, 1, others[2]
+            "scalapack": lambda: scalapack.run(
+                "gemm",
+                dtype,
+                "N",
+                "N",
+                m,
+                n,
+                k,
+                1.0,
+                *((each, 1, 1, other) for each, other in zip((a, b), others)),
+                0.0,
+                (d, 1, 1, others[2]),
             ),
         }
         seconds = medians(sides, rounds)

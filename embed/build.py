@@ -1,4 +1,4 @@
-"""Build libpmm3d.so, libpmm3d_python.so, which it loads, and libpmm3d_scalapack.so, the drop-in for p?gemm.
+"""Build libpmm3d.so, libpmm3d_python.so, which it loads, and libpmm3d_scalapack.so, the drop-in for ScaLAPACK.
 
     python embed/build.py [--into build/embed] [--mpicc mpicc]
     python embed/build.py --prefix PREFIX [--mpicc mpicc]
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,12 +37,42 @@ Libs: -L${{libdir}} {linked} -Wl,-rpath,${{libdir}}
 """
 DESCRIBED = {
     "pmm3d": ("distributed matrix products from C, C++ and Fortran", "-lpmm3d"),
-    # A program that calls p?gemm only inside ScaLAPACK needs no symbol of the drop-in.
+    # A program that calls p?potrf needs no symbol of the drop-in.
     "pmm3d_scalapack": (
-        "drop-in for ScaLAPACK's p?gemm: link it before ScaLAPACK",
+        "drop-in for routines of ScaLAPACK: link it before ScaLAPACK",
         "-Wl,--push-state,--no-as-needed -lpmm3d_scalapack -Wl,--pop-state",
     ),
 }
+CMAKE = """# Targets: pmm3d::pmm3d, for C and C++; pmm3d::fortran, the same with the Fortran module, which is compiled
+# with the program; pmm3d::scalapack, the drop-in, which is named before ScaLAPACK.
+if(NOT TARGET pmm3d::pmm3d)
+  add_library(pmm3d::pmm3d SHARED IMPORTED)
+  set_target_properties(pmm3d::pmm3d PROPERTIES
+    IMPORTED_LOCATION "{libraries}/libpmm3d.so"
+    IMPORTED_SONAME "{soname}"
+    INTERFACE_INCLUDE_DIRECTORIES "{headers}"
+    INTERFACE_LINK_OPTIONS "LINKER:-rpath,{libraries}")
+  add_library(pmm3d::fortran INTERFACE IMPORTED)
+  set_target_properties(pmm3d::fortran PROPERTIES
+    INTERFACE_SOURCES "{headers}/pmm3d.f90"
+    INTERFACE_LINK_LIBRARIES pmm3d::pmm3d)
+  add_library(pmm3d::scalapack INTERFACE IMPORTED)
+  set_target_properties(pmm3d::scalapack PROPERTIES
+    INTERFACE_LINK_LIBRARIES
+    "-Wl,--push-state,--no-as-needed,{libraries}/libpmm3d_scalapack.so,--pop-state"
+    INTERFACE_LINK_OPTIONS "LINKER:-rpath,{libraries}")
+endif()
+"""
+CMAKE_VERSION = """# Versions with another {part} are not compatible.
+set(PACKAGE_VERSION {version})
+if(PACKAGE_FIND_VERSION VERSION_LESS_EQUAL PACKAGE_VERSION AND PACKAGE_FIND_VERSION VERSION_GREATER_EQUAL {compatible})
+  set(PACKAGE_VERSION_COMPATIBLE TRUE)
+endif()
+if(PACKAGE_FIND_VERSION VERSION_EQUAL PACKAGE_VERSION)
+  set(PACKAGE_VERSION_EXACT TRUE)
+endif()
+"""
+SOURCES = ["pmm3d.c", "routines.c", "routines_64.c"]
 FLAGS = ["-std=c11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
 
@@ -59,17 +90,21 @@ def main() -> None:
         print(note, file=sys.stderr)
     if not options.prefix:
         build(options.mpicc, options.into)
-        describe(options.into.absolute(), HERE, options.into)
+        folder = options.into.absolute()
+        describe(folder, HERE, folder, folder / "cmake")
         return
     prefix = options.prefix.absolute()
     libraries, headers = prefix / "lib", prefix / "include"
     build(options.mpicc, libraries)
-    for folder in (headers, libraries / "pkgconfig"):
+    for folder in (headers, packages := libraries / "pkgconfig"):
         folder.mkdir(exist_ok=True)
     for name in ("pmm3d.h", "pmm3d.f90"):
         shutil.copy2(HERE / name, headers / name)
-    describe(libraries, headers, libraries / "pkgconfig")
-    print(f"embed: installed in {prefix}. pkg-config finds it with PKG_CONFIG_PATH={libraries}/pkgconfig")
+    describe(libraries, headers, packages, libraries / "cmake" / "pmm3d")
+    print(
+        f"embed: installed in {prefix}. pkg-config finds it with PKG_CONFIG_PATH={packages}, "
+        f"CMake with CMAKE_PREFIX_PATH={prefix}"
+    )
 
 
 def check_compiler(mpicc: str) -> str:
@@ -96,18 +131,19 @@ def build(mpicc: str, into: Path) -> None:
     with tempfile.TemporaryDirectory(dir=into) as folder:
         made = Path(folder)
         with_python(made)
-        compiled(mpicc, "pmm3d.c", made, "pmm3d", "-ldl")
+        compiled(mpicc, SOURCES, made, "pmm3d", "-ldl")
         # Symbols of BLACS are those of the program's ScaLAPACK, undefined if a program without it is preloaded.
         linked = f"-L{made}", "-lpmm3d", "-ldl", "-Wl,-rpath,$ORIGIN,-z,lazy"
-        compiled(mpicc, "scalapack.c", made, "pmm3d_scalapack", *linked)
+        compiled(mpicc, ["scalapack.c"], made, "pmm3d_scalapack", *linked)
         for old in into.glob("libpmm3d*.so*"):
             old.unlink()
         for path in made.iterdir():
             path.rename(into / path.name)
 
 
-def describe(libraries: Path, headers: Path, into: Path) -> None:
-    """Write the files from which pkg-config gets the arguments of compiler and linker. Their paths are absolute."""
+def describe(libraries: Path, headers: Path, for_pkg_config: Path, for_cmake: Path) -> None:
+    """Write the files from which pkg-config and CMake get the arguments of compiler and linker. Their paths are
+    absolute."""
     for name, (description, linked) in DESCRIBED.items():
         text = PKG_CONFIG.format(
             name=name,
@@ -117,7 +153,20 @@ def describe(libraries: Path, headers: Path, into: Path) -> None:
             headers=headers,
             version=version("pmm3d"),
         )
-        (into / f"{name}.pc").write_text(text)
+        (for_pkg_config / f"{name}.pc").write_text(text)
+    for_cmake.mkdir(parents=True, exist_ok=True)
+    text = CMAKE.format(libraries=libraries, headers=headers, soname=f"libpmm3d.so.{compatible()}")
+    (for_cmake / "pmm3dConfig.cmake").write_text(text)
+    part = "first number" if "." not in compatible() else "first or second number"
+    text = CMAKE_VERSION.format(version=version("pmm3d"), compatible=compatible(), part=part)
+    (for_cmake / "pmm3dConfigVersion.cmake").write_text(text)
+
+
+def compatible() -> str:
+    """The numbers of the version that compatible versions have in common: X.Y, because Y rises if something breaks, and
+    from 1.0.0 on X."""
+    major, minor = version("pmm3d").split(".")[:2]
+    return f"{major}.{minor}" if major == "0" else major
 
 
 def with_python(into: Path) -> None:
@@ -154,16 +203,16 @@ def with_python(into: Path) -> None:
         shutil.move(made, into / "libpmm3d_python.so")
 
 
-def compiled(mpicc: str, source: str, into: Path, name: str, *libraries: str) -> None:
-    """Compile a library, lib{name}.so.X.Y.Z, and links to it. Programs load lib{name}.so.X.Y, because Y rises if
-    something breaks, and from 1.0.0 on lib{name}.so.X."""
-    target, major, minor = into / f"lib{name}.so", *version("pmm3d").split(".")[:2]
-    whole, loaded = f"{target.name}.{version('pmm3d')}", f"{target.name}.{major}{f'.{minor}' * (major == '0')}"
+def compiled(mpicc: str, names: Sequence[str], into: Path, name: str, *libraries: str) -> None:
+    """Compile a library, lib{name}.so.X.Y.Z, and links to it. Programs load the one with the `compatible` version."""
+    target = into / f"lib{name}.so"
+    whole, loaded = f"{target.name}.{version('pmm3d')}", f"{target.name}.{compatible()}"
     defined = f'-DPMM3D_BUILT_WITH="{sys.executable}"', f"-Wl,-soname,{loaded}"
-    done = subprocess.run([mpicc, *FLAGS, *defined, str(HERE / source), "-o", str(into / whole), *libraries])
+    sources = [str(HERE / source) for source in names]
+    done = subprocess.run([mpicc, *FLAGS, *defined, *sources, "-o", str(into / whole), *libraries])
     if done.returncode:
         raise SystemExit(
-            f"embed: {mpicc} cannot compile {HERE / source}; what it says is above. It must be the C "
+            f"embed: {mpicc} cannot compile {sources[0]}; what it says is above. It must be the C "
             "compiler of an MPI: make embed MPICC=/path/to/mpicc"
         )
     for link in (target, into / loaded):

@@ -29,11 +29,11 @@ class Embedded:
 
     def call(self, name, arguments):
         """Return (code, whether all ranks have it, text, results)."""
-        if name == "begin":
-            return self.begin(*arguments)
+        if name == "load":
+            return self.load(*arguments)
         return self.host.call(name, arguments)
 
-    def begin(self, version, library, world):
+    def load(self, version, library, world):
         version, library = (ffi.string(ffi.cast("char *", text)).decode() for text in (version, library))
         chosen = os.environ.get("MPI4PY_LIBMPI")
         os.environ.setdefault("MPI4PY_LIBMPI", library)  # it need not be global in the process, nor that of a wheel

@@ -11,9 +11,12 @@
 #include <string.h>
 #include <time.h>
 
+#include "calls.h"
 #include "embedded.h"
 
 enum { TEXT = 20480 };
+/* Types of numbers and arrays, which only Fortran knows, and the number from which boxes count. */
+enum { OF_ALPHA = 0, OF_BETA = 0, OF_A = 0, OF_B = 0, OF_C = 0, OF_BLOCK = 0, BASE = 0 };
 static const int64_t NO_INTEGER = -INT64_MAX; /* Fortran passes it for what is no integer of 4 or 8 bytes */
 
 /* users: calls of pmm3d_start less those of pmm3d_finalize. */
@@ -97,7 +100,7 @@ static int load(void) {
     MPI_Errhandler of_world, of_self; /* mpi4py replaces them */
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &of_world);
     MPI_Comm_get_errhandler(MPI_COMM_SELF, &of_self);
-    ran = state.call("begin", arguments, 3, results, &code, &everywhere, text, TEXT);
+    ran = state.call("load", arguments, 3, results, &code, &everywhere, text, TEXT);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, of_world);
     MPI_Comm_set_errhandler(MPI_COMM_SELF, of_self);
     MPI_Errhandler_free(&of_world);
@@ -149,14 +152,10 @@ static int entered(const char *name, int count, const int64_t *arguments, int64_
     return code;
 }
 
-static int call(const char *name, int count, const int64_t *arguments, int64_t *results) {
+int pmm3d_call(const char *name, const int64_t *arguments, int count, int64_t results[4]) {
     int code = enter();
     return code ? code : leave(entered(name, count, arguments, results));
 }
-
-#define ADDRESS(pointer) ((int64_t)(intptr_t)(pointer))
-#define CALL(name, results, ...)                                                                       \
-    call(name, sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t), (const int64_t[]){__VA_ARGS__}, results)
 
 int pmm3d_start(void) {
     int code = enter();
@@ -251,8 +250,7 @@ int pmm3d_last_error(char *text, int size) {
 
 int pmm3d_error_everywhere(void) { return last.everywhere; }
 
-/* One object that was made: its number, or 0. */
-static int made(int code, const int64_t *results, int *object) {
+int pmm3d_made(int code, const int64_t *results, int *object) {
     if (object) *object = code ? 0 : (int)results[0];
     return code;
 }
@@ -268,7 +266,7 @@ static MPI_Comm named(int comm) {
 int pmm3d_grid(MPI_Comm comm, int gx, int gy, int gz, int *grid) {
     int64_t results[4];
     int code = start_together(comm, PMM3D_OK, 0);
-    return made(code ? code : CALL("grid", results, handle(comm), gx, gy, gz, ADDRESS(grid)), results, grid);
+    return pmm3d_made(code ? code : CALL("grid", results, handle(comm), gx, gy, gz, ADDRESS(grid)), results, grid);
 }
 
 int pmm3d_grid_f(int comm, int gx, int gy, int gz, int *grid) { return pmm3d_grid(named(comm), gx, gy, gz, grid); }
@@ -281,7 +279,7 @@ int pmm3d_grid_for(MPI_Comm comm, char type, int64_t m, int64_t n, int64_t k, in
     if (m == NO_INTEGER || n == NO_INTEGER || k == NO_INTEGER)
         refused = failed(PMM3D_ERROR_ARGUMENT, "sizes are integers of 4 or 8 bytes");
     code = start_together(comm, refused, 0);
-    return made(code ? code : CALL("grid_for", results, handle(comm), type, m, n, k, ADDRESS(grid)), results, grid);
+    return pmm3d_made(code ? code : CALL("grid_for", results, handle(comm), type, m, n, k, ADDRESS(grid)), results, grid);
 }
 
 int pmm3d_grid_for_f(int comm, char type, int64_t m, int64_t n, int64_t k, int *grid) {
@@ -300,36 +298,35 @@ int pmm3d_max_workspace(int object, int64_t bytes) {
     return CALL("max_workspace", results, object, bytes);
 }
 
-/* bytes: of the integers to which the caller copies the box; 0: they are no integers. */
-int pmm3d_box_f(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4], int bytes) {
+int pmm3d_library(int object, const char *library) {
     int64_t results[4];
-    int code = CALL("box", results, grid, ADDRESS(layout), rows, columns, ADDRESS(box), bytes);
+    return CALL("library", results, object, ADDRESS(library));
+}
+
+int pmm3d_context_trim(int context) {
+    int64_t results[4];
+    return CALL("context_trim", results, context);
+}
+
+int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]) {
+    int64_t results[4];
+    int code = CALL("box", results, grid, ADDRESS(layout), rows, columns, ADDRESS(box), sizeof *box);
     if (!code) memcpy(box, results, sizeof results);
     return code;
 }
 
-int pmm3d_box(int grid, const char *layout, int64_t rows, int64_t columns, int64_t box[4]) {
-    return pmm3d_box_f(grid, layout, rows, columns, box, sizeof *box);
-}
-
-/* of_shard: type of the array, as a letter, or 0; elements: number of its elements, or -1; leading: of its elements in
-   the first dimension of two, or -1. */
-int pmm3d_matrix_f(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
-                   char of_shard, int64_t elements, int64_t leading, int *matrix) {
-    int64_t results[4];
-    return made(CALL("matrix", results, grid, type, rows, columns, ADDRESS(layout), order, ADDRESS(shard), of_shard,
-                     elements, leading, ADDRESS(matrix)), results, matrix);
-}
-
 int pmm3d_matrix(int grid, char type, int64_t rows, int64_t columns, const char *layout, char order, void *shard,
                  int *matrix) {
-    return pmm3d_matrix_f(grid, type, rows, columns, layout, order, shard, 0, -1, -1, matrix);
+    enum { OF_SHARD = 0, ELEMENTS = -1, LEADING = -1 }; /* known in Fortran only */
+    int64_t results[4];
+    return pmm3d_made(CALL("matrix", results, grid, type, rows, columns, ADDRESS(layout), order, ADDRESS(shard),
+                           OF_SHARD, ELEMENTS, LEADING, ADDRESS(matrix)), results, matrix);
 }
 
 static int context_of(MPI_Comm comm, int rows, int columns, char order, int *context, int lasting) {
     int64_t results[4];
     int code = start_together(comm, PMM3D_OK, lasting);
-    return made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context), lasting),
+    return pmm3d_made(code ? code : CALL("context", results, handle(comm), rows, columns, order, ADDRESS(context), lasting),
                 results, context);
 }
 
@@ -350,64 +347,52 @@ int pmm3d_run(int plan) {
     return CALL("run", results, plan);
 }
 
-enum { AT_ONCE = -1 }; /* in place of the address of a plan: run the operation */
+int pmm3d_run_matmul(int plan, const void *alpha, int a, int b, const void *beta, int c) {
+    int64_t results[4];
+    return CALL("run_matmul", results, plan, ADDRESS(alpha), a, b, ADDRESS(beta), c, OF_ALPHA, OF_BETA);
+}
 
-/* The functions pmm3d_NAME and pmm3d_plan_NAME. In Fortran both call pmm3d_NAME_f: plan is NULL, or the plan's number.
-   TYPES: declarations of the arguments. Those of IN_FORTRAN are known in Fortran only. */
-#define OPERATION(name, TYPES, IN_FORTRAN, ...)                                                                        \
+int pmm3d_run_pgemm(int plan, const void *alpha, const void *a, const void *b, const void *beta, void *c) {
+    int64_t results[4];
+    return CALL("run_pgemm", results, plan, ADDRESS(alpha), ADDRESS(a), ADDRESS(b), ADDRESS(beta), ADDRESS(c), OF_ALPHA,
+                OF_BETA, OF_A, OF_B, OF_C);
+}
+
+int pmm3d_begin(int plan, int *request) {
+    int64_t results[4];
+    return pmm3d_made(CALL("begin", results, plan, ADDRESS(request)), results, request);
+}
+
+int pmm3d_wait(int *request) {
+    int64_t results[4];
+    if (request && *request == 0) return PMM3D_OK;
+    int code = CALL("wait", results, request ? *request : 0);
+    if (request && code != PMM3D_ERROR_THREAD) *request = 0;
+    return code;
+}
+
+/* The functions pmm3d_NAME and pmm3d_plan_NAME. TYPES: declarations of the arguments. */
+#define OPERATION(name, TYPES, ...)                                                                                    \
     int pmm3d_##name(TYPES) {                                                                                          \
         int64_t results[4];                                                                                            \
         return CALL(#name, results, __VA_ARGS__, AT_ONCE);                                                             \
     }                                                                                                                  \
     int pmm3d_plan_##name(TYPES, int *plan) {                                                                          \
         int64_t results[4];                                                                                            \
-        return made(CALL("plan_" #name, results, __VA_ARGS__, ADDRESS(plan)), results, plan);                          \
-    }                                                                                                                  \
-    int pmm3d_##name##_f(TYPES IN_FORTRAN, int *plan) {                                                                \
-        int64_t results[4];                                                                                            \
-        return made(CALL(plan ? "plan_" #name : #name, results, __VA_ARGS__, plan ? ADDRESS(plan) : AT_ONCE), results, \
-                    plan);                 \
+        return pmm3d_made(CALL("plan_" #name, results, __VA_ARGS__, ADDRESS(plan)), results, plan);                    \
     }
 
-/* Types of the arguments, as letters. */
-#define OF_MATMUL , char of_alpha, char of_beta
-#define OF_PGEMM , char of_alpha, char of_beta, char of_a, char of_b, char of_c
-#define OF_PGEMR2D , char of_a, char of_b
-#define OF_CYCLIC , char of_a
-#define OF_BLOCKS , char of_block, int base /* from which the box counts */
-enum { of_alpha = 0, of_beta = 0, of_a = 0, of_b = 0, of_c = 0, of_block = 0, base = 0 }; /* in C: unknown */
-
 #define MATMUL char transa, char transb, const void *alpha, int a, int b, const void *beta, int c
-OPERATION(matmul, MATMUL, OF_MATMUL, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, of_alpha, of_beta)
-
-#define PGEMM                                                                                                          \
-    int context, char type, char transa, char transb, int m, int n, int k, const void *alpha, const void *a, int ia,   \
-        int ja, const int desca[9], const void *b, int ib, int jb, const int descb[9], const void *beta, void *c,      \
-        int ic, int jc, const int descc[9]
-OPERATION(pgemm, PGEMM, OF_PGEMM, context, type, transa, transb, m, n, k, ADDRESS(alpha), ADDRESS(a), ia, ja,
-          ADDRESS(desca), ADDRESS(b), ib, jb, ADDRESS(descb), ADDRESS(beta), ADDRESS(c), ic, jc, ADDRESS(descc),
-          of_alpha, of_beta, of_a, of_b, of_c)
+OPERATION(matmul, MATMUL, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c, OF_ALPHA, OF_BETA)
 
 #define REDISTRIBUTE int source, int target
-OPERATION(redistribute, REDISTRIBUTE, , source, target)
-
-#define PGEMR2D                                                                                                        \
-    char type, int m, int n, const void *a, int ia, int ja, const int desca[9], int contexta, void *b, int ib, int jb, \
-        const int descb[9], int contextb
-OPERATION(pgemr2d, PGEMR2D, OF_PGEMR2D, type, m, n, ADDRESS(a), ia, ja, ADDRESS(desca), contexta, ADDRESS(b), ib, jb,
-          ADDRESS(descb), contextb, of_a, of_b)
-
-#define FROM_BLOCK_CYCLIC int context, const void *a, const int desca[9], int matrix
-OPERATION(from_block_cyclic, FROM_BLOCK_CYCLIC, OF_CYCLIC, context, ADDRESS(a), ADDRESS(desca), matrix, of_a)
-
-#define TO_BLOCK_CYCLIC int matrix, int context, void *a, const int desca[9]
-OPERATION(to_block_cyclic, TO_BLOCK_CYCLIC, OF_CYCLIC, matrix, context, ADDRESS(a), ADDRESS(desca), of_a)
+OPERATION(redistribute, REDISTRIBUTE, source, target)
 
 #define FROM_BLOCKS const void *block, const int64_t box[4], char order, int matrix
-OPERATION(from_blocks, FROM_BLOCKS, OF_BLOCKS, ADDRESS(block), ADDRESS(box), order, matrix, of_block, base)
+OPERATION(from_blocks, FROM_BLOCKS, ADDRESS(block), ADDRESS(box), order, matrix, OF_BLOCK, BASE)
 
 #define TO_BLOCKS int matrix, void *block, const int64_t box[4], char order
-OPERATION(to_blocks, TO_BLOCKS, OF_BLOCKS, matrix, ADDRESS(block), ADDRESS(box), order, of_block, base)
+OPERATION(to_blocks, TO_BLOCKS, matrix, ADDRESS(block), ADDRESS(box), order, OF_BLOCK, BASE)
 
 int pmm3d_free(int *object) {
     int64_t results[4];

@@ -19,10 +19,37 @@ if TYPE_CHECKING:  # the same names, for type checkers
         LayoutError,
         MemoryLimitError,
         MissingPackageError,
+        NotPositiveDefiniteError,
         OutOfMemoryError,
         Pmm3dError,
     )
     from .layout import BlockCyclic, Blocks, Box, GridShape, Layout
+    from .linalg import (
+        cholesky,
+        cholesky_qr,
+        cholesky_solve,
+        hemm,
+        her2k,
+        herk,
+        phemm,
+        pher2k,
+        pherk,
+        pposv,
+        ppotrf,
+        ppotrs,
+        psymm,
+        psyr2k,
+        psyrk,
+        ptrmm,
+        ptrsm,
+        ptrtri,
+        symm,
+        syr2k,
+        syrk,
+        triangular_inverse,
+        trmm,
+        trsm,
+    )
     from .product import (
         BlacsContext,
         Descriptor,
@@ -30,14 +57,17 @@ if TYPE_CHECKING:  # the same names, for type checkers
         MatmulPlan,
         PgemmPlan,
         Redistribution,
-        herk,
         matmul,
+        matmul_batched,
         matrix_sign,
         newton_schulz,
+        pgeadd,
         pgemm,
         pgemr2d,
         polar,
-        syrk,
+        ptran,
+        ptranc,
+        ptranu,
     )
 
 __version__ = "0.1.0"
@@ -45,17 +75,24 @@ __version__ = "0.1.0"
 _ROOMS = {
     "comm": ("Axis", "Grid", "Pending"),
     "errors": ("CheckpointError", "DataError", "DisagreementError", "DTypeError", "GridError", "LauncherError",
-               "LayoutError", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pmm3dError"),
+               "LayoutError", "MemoryLimitError", "MissingPackageError", "NotPositiveDefiniteError",
+               "OutOfMemoryError", "Pmm3dError"),
     "layout": ("BlockCyclic", "Blocks", "Box", "GridShape", "Layout"),
-    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk",
-                "matmul", "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar", "syrk"),
+    "linalg": ("cholesky", "cholesky_qr", "cholesky_solve", "hemm", "her2k", "herk", "phemm", "pher2k", "pherk",
+               "pposv", "ppotrf", "ppotrs", "psymm", "psyr2k", "psyrk", "ptrmm", "ptrsm", "ptrtri", "symm", "syr2k",
+               "syrk", "triangular_inverse", "trmm", "trsm"),
+    "product": ("BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "matmul",
+                "matmul_batched", "matrix_sign", "newton_schulz", "pgeadd", "pgemm", "pgemr2d", "polar", "ptran",
+                "ptranc", "ptranu"),
 }  # fmt: skip
 __all__ = [
     "Axis", "BlacsContext", "BlockCyclic", "Blocks", "Box", "CheckpointError", "DTypeError", "DataError", "Descriptor",
     "DisagreementError", "DistMatrix", "Grid", "GridError", "GridShape", "LauncherError", "Layout", "LayoutError",
-    "MatmulPlan", "MemoryLimitError", "MissingPackageError", "OutOfMemoryError", "Pending", "PgemmPlan", "Pmm3dError",
-    "Redistribution", "__version__", "herk", "matmul", "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar",
-    "syrk",
+    "MatmulPlan", "MemoryLimitError", "MissingPackageError", "NotPositiveDefiniteError", "OutOfMemoryError", "Pending",
+    "PgemmPlan", "Pmm3dError", "Redistribution", "__version__", "cholesky", "cholesky_qr", "cholesky_solve", "hemm",
+    "her2k", "herk", "matmul", "matmul_batched", "matrix_sign", "newton_schulz", "pgeadd", "pgemm", "pgemr2d", "phemm",
+    "pher2k", "pherk", "polar", "pposv", "ppotrf", "ppotrs", "psymm", "psyr2k", "psyrk", "ptran", "ptranc", "ptranu",
+    "ptrmm", "ptrsm", "ptrtri", "symm", "syr2k", "syrk", "triangular_inverse", "trmm", "trsm",
 ]  # fmt: skip
 
 

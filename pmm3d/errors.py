@@ -84,6 +84,18 @@ class MemoryLimitError(Pmm3dError, MemoryError):
     """The product cannot be done within `max_workspace` bytes."""
 
 
+class NotPositiveDefiniteError(Pmm3dError, ArithmeticError):
+    """A matrix has no Cholesky factor, because it is not positive definite.
+
+    Attributes
+    ----------
+    info : int
+        Order of the first leading minor that is not positive definite.
+    """
+
+    info = 0
+
+
 class OutOfMemoryError(Pmm3dError, MemoryError):
     """Memory could not be allocated. The text lists the bytes asked for, held, and predicted by the plans.
 

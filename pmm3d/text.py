@@ -14,6 +14,8 @@ MOST_SPANS = 20
 MOST_HOSTS = 8
 """Largest number of hosts that are listed with a text each."""
 HOUR = 3600
+OFF, ON = ("replicated", "none", "false"), ("full", "true")
+"""Values of settings that `in_short` leaves out with their name, or alone."""
 
 
 def in_bytes(nbytes: float) -> str:
@@ -165,12 +167,33 @@ def in_toml(settings: Mapping[str, Any]) -> str:
     >>> in_toml({"optimizer.shard_over_data": "states", "network.recompute": 2, "overlap.reshard_after_forward": True})
     'optimizer.shard_over_data = "states", network.recompute = 2, overlap.reshard_after_forward = true'
     """
-    return ", ".join(f"{key} = {_value(value)}" for key, value in settings.items())
+    return ", ".join(f"{key} = {value_in_toml(value)}" for key, value in settings.items())
 
 
-def _value(value: Any) -> str:
+def in_short(settings: Mapping[str, Any]) -> str:
+    """Return settings in a few words, without those that are off.
+
+    >>> in_short({"network.activations": "sharded", "network.recompute": "full", "optimizer.shard_over_data": "none"})
+    'sharded recompute'
+    >>> in_short({"network.recompute": 2, "overlap.reshard_after_forward": True, "memory.offload": ["states"]})
+    'recompute 2 reshard_after_forward offload [states]'
+    """
+    words = list[str]()
+    for key, value in settings.items():
+        name, text = key.rpartition(".")[2], value_in_toml(value).replace('"', "")
+        if text not in OFF:
+            words.append(name if text in ON else text if key == "network.activations" else f"{name} {text}")
+    return " ".join(words)
+
+
+def value_in_toml(value: Any) -> str:
+    """Return a value as a configuration would have it.
+
+    >>> value_in_toml({"*": "int8"}), value_in_toml(["states"]), value_in_toml(True)
+    ('{"*" = "int8"}', '["states"]', 'true')
+    """
     if isinstance(value, dict):
-        return "{" + ", ".join(f'"{key}" = {_value(each)}' for key, each in value.items()) + "}"
+        return "{" + ", ".join(f'"{key}" = {value_in_toml(each)}' for key, each in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(value_in_toml, value)) + "]"
     return f'"{value}"' if isinstance(value, str) else str(value).lower()

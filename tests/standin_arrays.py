@@ -52,7 +52,7 @@ class Memory:
 
 
 class Described(Memory):
-    """Memory that an object describes by the CUDA array interface, and owns."""
+    """Memory that an object describes by the CUDA array interface. An object with `__del__` owns it."""
 
     def __init__(self, owner):
         self.queue, self.owner = get_current_stream().queue, owner
@@ -61,6 +61,10 @@ class Described(Memory):
         self.pointer, [nbytes] = described["data"][0], described["shape"]
         memory, offset = Memory.at(self.pointer, nbytes)
         self.bytes = memory[offset : offset + nbytes]
+
+    def __del__(self):
+        if hasattr(self.owner, "__del__"):
+            super().__del__()
 
 
 def enqueue(work, reads=(), writes=()) -> None:

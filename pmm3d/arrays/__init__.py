@@ -15,7 +15,7 @@ from .libraries import (
     take_device,
 )
 from .numpy_library import Array, NumpyLibrary
-from .sums import add_up, scale, sum_in_order
+from .sums import Factors, add_scaled, add_up, scale, sum_in_order
 from .threads import LoneThread, blas_threads, by_rows, copy_into, parallel_rows
 from .workspace import Arena, Borrowed, Slab, Workspace
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # loaded by dry runs only
 _DRY = {"DryLibrary": "dry", "DryArray": "dry", "DryRun": "dry_run"}
 
 __all__ = [
-    "Arena", "Array", "Borrowed", "DryArray", "DryLibrary", "DryRun", "LoneThread", "NumpyLibrary", "Slab", "Workspace",
-    "add_up", "blas_threads", "by_rows", "check_matrix_dtype", "check_output", "copy_into", "dtype_named",
-    "library_here", "library_kind", "library_named", "library_of", "library_of_error", "parallel_rows", "scale",
-    "sum_in_order", "take_device",
+    "Arena", "Array", "Borrowed", "DryArray", "DryLibrary", "DryRun", "Factors", "LoneThread", "NumpyLibrary", "Slab",
+    "Workspace", "add_scaled", "add_up", "blas_threads", "by_rows", "check_matrix_dtype", "check_output", "copy_into",
+    "dtype_named", "library_here", "library_kind", "library_named", "library_of", "library_of_error", "parallel_rows",
+    "scale", "sum_in_order", "take_device",
 ]  # fmt: skip
 
 

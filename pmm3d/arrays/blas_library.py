@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -247,31 +248,34 @@ def scalar(dtype: str, value: complex) -> Any:
 
 def scipy_blas() -> BlasLibrary:
     """Return the BLAS of SciPy, whose function pointers scipy.linalg.cython_blas exports."""
+    routines = {name: scipy_routine("cython_blas", name, ARGUMENTS) for name in DTYPES}
+    return BlasLibrary(SCIPY, "", routines, LP64_LARGEST)
+
+
+def scipy_routine(module: str, name: str, arguments: Sequence[Any]) -> Routine:
+    """Return a routine of SciPy's "cython_blas" or "cython_lapack", with these types of its arguments."""
     get_name = ctypes.pythonapi.PyCapsule_GetName
     get_name.restype, get_name.argtypes = ctypes.c_char_p, [ctypes.py_object]
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    capsules = {name: _cython_blas().__pyx_capi__[name] for name in DTYPES}
-    prototype = ctypes.CFUNCTYPE(None, *ARGUMENTS)
-    routines = {name: prototype(get_pointer(capsule, get_name(capsule))) for name, capsule in capsules.items()}
-    return BlasLibrary(SCIPY, "", routines, LP64_LARGEST)
+    capsule = _cython_module(module).__pyx_capi__[name]
+    return ctypes.CFUNCTYPE(None, *arguments)(get_pointer(capsule, get_name(capsule)))
 
 
 @cache
-def _cython_blas() -> ModuleType:
-    """Load the module scipy.linalg.cython_blas without scipy.linalg, because that import opens 250 more files per rank.
+def _cython_module(own: str) -> ModuleType:
+    """Load a module of scipy.linalg, such as cython_blas, without scipy.linalg, because that import opens 250 more
+    files per rank.
 
     The module imports the package scipy, as usual. Its own entry in sys.modules is removed, so a later import of
     scipy.linalg is complete. It has the same routines.
     """
-    name, scipy, module = "scipy.linalg.cython_blas", PathFinder.find_spec("scipy"), None
+    name, scipy, module = f"scipy.linalg.{own}", PathFinder.find_spec("scipy"), None
     if name in sys.modules or scipy is None or scipy.submodule_search_locations is None:
         return import_module(name)
     _check_room()
     try:
-        spec = PathFinder.find_spec(
-            "cython_blas", [str(Path(folder, "linalg")) for folder in scipy.submodule_search_locations]
-        )
+        spec = PathFinder.find_spec(own, [str(Path(folder, "linalg")) for folder in scipy.submodule_search_locations])
         module = module_from_spec(spec)  # type: ignore[arg-type]
         spec.loader.exec_module(module)  # type: ignore[union-attr]
         return module

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import Pmm3dError
-from ..layout import itemsize
+from ..layout import itemsize, multiplied_in
 from . import blas, cublas
 from .numpy_library import Array, NumpyLibrary
 from .streams import CupyStream, Device, DeviceMemory
-from .sums import WorkArrays, check_gemm_types, scale
+from .sums import WorkArrays, check_gemm_types, scale, widened_gemm
 
 ONE_HOT = 4096
 """Columns of the one-hot matrices in `DeviceLibrary.add_columns`."""
@@ -161,11 +161,15 @@ class DeviceLibrary(NumpyLibrary):
         *,
         tf32: bool = False,
         conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+        rounded: bool = False,
     ) -> None:
         types = self.dtype(a), self.dtype(c)
         check_gemm_types(types[0], self.dtype(b), types[1])
         if alpha == 0 or not a.shape[1]:
             scale(self, c, beta)
+            return
+        if (wide := multiplied_in(*types, on_host=False)) != types[0]:
+            widened_gemm(self, a, b, c, alpha, beta, work, wide, conjugated)
             return
         try:
             cublas.gemm(
@@ -177,6 +181,8 @@ class DeviceLibrary(NumpyLibrary):
     def _at_once(
         self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool
     ) -> bool:
+        if multiplied_in(*dtypes, on_host=False) != dtypes[0]:
+            return False
         cublas.gemm(self.xp.cuda, dtypes, self._matrix(a), self._matrix(b), self._matrix(c), alpha, beta, tf32)
         return True
 

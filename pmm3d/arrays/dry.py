@@ -13,7 +13,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ..errors import Pmm3dError
-from ..layout import MATRIX_DTYPES, itemsize
+from ..layout import MATRIX_DTYPES, itemsize, multiplied_in
 from .blas import AS_THEY_ARE, Conjugated
 from .dry_run import DryRun, Held
 from .numpy_library import Array, NumpyLibrary, dtype_name
@@ -396,11 +396,13 @@ class DryLibrary(NumpyLibrary):
         *,
         tf32: bool = False,
         conjugated: Conjugated = AS_THEY_ARE,
+        rounded: bool = False,
     ) -> None:
         """Record the GEMM, with the work arrays that the library needs."""
         check_gemm_types(a.dtype, b.dtype, c.dtype)
-        if a.dtype == "float16" and self.gemm_copies:
-            widened_gemm(self, a, b, c, alpha, beta, work)
+        wide = multiplied_in(a.dtype, c.dtype, self.gemm_copies, rounded)
+        if wide != a.dtype:
+            widened_gemm(self, a, b, c, alpha, beta, work, wide, conjugated)
         elif a.dtype != c.dtype and self.gemm_copies:
             rounded_gemm(self, a, b, c, alpha, beta, work)
         else:

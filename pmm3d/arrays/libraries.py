@@ -104,7 +104,7 @@ def check_output(
     elif not library.is_contiguous(out) and (not strided or _overlaps_itself(library, out)):
         problem = "has elements that share memory" if strided else "is not C-contiguous, and messages need that"
     elif any(library.share_memory(source, out) for source in sources):
-        problem = "shares memory with an array that is read at the same time"
+        problem = "shares memory with an array that is read or written at the same time"
     if problem:
         raise LayoutError(f"{what}: {name} {problem}. Pass another array, such as a copy")
 

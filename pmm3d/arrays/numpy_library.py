@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..layout import LOW_PRECISION, itemsize
+from ..layout import LOW_PRECISION, itemsize, multiplied_in
 from . import blas
 from .streams import Device, DeviceMemory, Stream
 from .sums import WorkArrays, check_gemm_types, scale, widened_gemm
@@ -285,13 +285,15 @@ class NumpyLibrary:
         *,
         tf32: bool = False,
         conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+        rounded: bool = False,
     ) -> None:
-        """Compute C = alpha A B + beta C. C may be float32 if A and B are of low precision.
+        """Compute C = alpha A B + beta C. C may be of a wider type than A and B (`layout.WIDER`).
 
-        work         Workspace that lends work arrays. On the host, float16 is widened to float32, multiplied, and
-                     rounded once
+        work         Workspace that lends work arrays, for copies of A and B in a wider type (`widened_gemm`)
         tf32         whether a device may round float32 factors to 10 bits of mantissa
         conjugated   whether the conjugate of A, and that of B, is multiplied
+        rounded      whether the product of bfloat16 may be rounded before it is added to a float32 C. Without that,
+                     bfloat16 is multiplied in float32 on the host, which is slower if the processor multiplies bfloat16
 
         As in BLAS: if alpha or k is 0, A and B are not read, and C = beta C. If beta is 0, C is not read. Matrices that
         exceed the integers of the BLAS are multiplied in pieces.
@@ -299,12 +301,12 @@ class NumpyLibrary:
         Raises DTypeError for other types. Raises ValueError for matrices without a dim of stride 1, and for a
         conjugated matrix in the storage order of C, which BLAS cannot read.
         """
-        dtype = dtype_name(a.dtype)
-        check_gemm_types(dtype, dtype_name(b.dtype), dtype_name(c.dtype))
+        dtype, of_result = dtype_name(a.dtype), dtype_name(c.dtype)
+        check_gemm_types(dtype, dtype_name(b.dtype), of_result)
         if alpha == 0 or not a.shape[1]:
             scale(self, c, beta)
-        elif dtype == "float16":
-            widened_gemm(self, a, b, c, alpha, beta, work)
+        elif (wide := multiplied_in(dtype, of_result)) != dtype:
+            widened_gemm(self, a, b, c, alpha, beta, work, wide, conjugated)
         else:
             try:
                 blas.gemm(dtype, _strides(a), _strides(b), _strides(c), alpha, beta, conjugated)

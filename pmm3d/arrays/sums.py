@@ -1,19 +1,19 @@
-"""Sums of arrays in a given order, and products of low precision. The bits of a sum are the same on all ranks.
+"""Sums of arrays in a given order, and products of wider copies. The bits of a sum are the same on all ranks.
 
 Low precision is summed in float32 and rounded once, because its rounding errors would accumulate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import DTypeError
-from ..layout import LOW_PRECISION, MATRIX_DTYPES
-from .threads import by_rows, copy_into, parallel_rows
+from ..layout import LOW_PRECISION, MATRIX_DTYPES, WIDENED_DEPTH, WIDER
+from .threads import by_rows, copy_into, parallel_rows, tiles
 
 
 class WorkArrays(Protocol):
@@ -22,29 +22,80 @@ class WorkArrays(Protocol):
     def borrow(self, shape: tuple[int, ...], dtype: str, library: Any) -> AbstractContextManager[Any]: ...
 
 
+class Factors(NamedTuple):
+    """Factors of out = beta out + alpha part.
+
+    beta        if it is 0, `out` is not read
+    alpha       if it is 0, the part is not read
+    conjugated  whether the conjugate of the part is added
+
+    Examples
+    --------
+    >>> from pmm3d.arrays import Factors
+    >>> Factors(alpha=2)  # out = 2 part
+    Factors(beta=0, alpha=2, conjugated=False)
+    """
+
+    beta: complex = 0
+    alpha: complex = 1
+    conjugated: bool = False
+
+
 @cache
 def check_gemm_types(a: str, b: str, c: str) -> None:
     """Raise DTypeError for types of A, B and C that no BLAS multiplies. A BLAS would misread the elements."""
-    if a not in MATRIX_DTYPES or a != b or (c != a and (c != "float32" or a not in LOW_PRECISION)):
+    if a not in MATRIX_DTYPES or a != b or c not in (a, WIDER.get(a)):
+        wider = ", ".join(f"{high} for {low}" for low, high in WIDER.items())
         raise DTypeError(
             f"gemm: A is {a}, B {b} and C {c}. The three are of one type of {', '.join(MATRIX_DTYPES)}; C "
-            "may be float32 where A and B are float16 or bfloat16. Convert first"
+            f"may also be of a wider type than A and B: {wider}. Convert first"
         )
 
 
-def widened_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
-    """Multiply float32 copies of float16 operands. C is float16, or a float32 accumulator."""
-    with work.borrow(a.shape, "float32", library) as wide_a, work.borrow(b.shape, "float32", library) as wide_b:
-        copy_into(library, a, wide_a)
-        copy_into(library, b, wide_b)
-        if library.dtype(c) == "float32":
-            library.gemm(wide_a, wide_b, c, alpha, beta, work)
-            return
-        with work.borrow(c.shape, "float32", library) as wide_c:
+def widened_gemm(
+    library: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    alpha: complex,
+    beta: complex,
+    work: WorkArrays,
+    wide: str,
+    conjugated: tuple[bool, bool] = (False, False),
+) -> None:
+    """Multiply copies of A and B in a wider type, `WIDENED_DEPTH` columns of A and rows of B at a time.
+
+    C is of the wider type, or of low precision. Then it is copied too, and rounded once.
+    """
+    if library.dtype(c) != wide:
+        with work.borrow(c.shape, wide, library) as wide_c:
             if beta != 0:
                 copy_into(library, c, wide_c)
-            library.gemm(wide_a, wide_b, wide_c, alpha, beta, work)
+            widened_gemm(library, a, b, wide_c, alpha, beta, work, wide, conjugated)
             copy_into(library, wide_c, c)
+        return
+    depth = a.shape[1]
+    most = min(depth, WIDENED_DEPTH)
+    with (
+        _room(library, a, (a.shape[0], most), wide, work) as wide_a,
+        _room(library, b, (most, b.shape[1]), wide, work) as wide_b,
+    ):
+        for start in range(0, depth, WIDENED_DEPTH):
+            size = min(WIDENED_DEPTH, depth - start)
+            left, right = wide_a[:, :size], wide_b[:size]
+            copy_into(library, a[:, start : start + size], left)
+            copy_into(library, b[start : start + size], right)
+            library.gemm(left, right, c, alpha, 1 if start else beta, work, conjugated=conjugated)
+
+
+@contextmanager
+def _room(library: Any, like: Any, shape: tuple[int, int], dtype: str, work: WorkArrays) -> Iterator[Any]:
+    """As a context: a work array of this shape. It is stored by columns if `like` is, because the BLAS conjugates only
+    what it also transposes."""
+    row_stride, col_stride = library.strides(like)
+    by_columns = row_stride == 1 != col_stride
+    with work.borrow(shape[::-1] if by_columns else shape, dtype, library) as array:
+        yield array.T if by_columns else array
 
 
 def scale(library: Any, c: Any, beta: complex) -> None:
@@ -106,8 +157,53 @@ def add_up(library: Any, parts: Sequence[Any], out: Any, beta: complex = 0) -> N
         library.passed("add", out, *([] if beta == 0 else [out]), *parts)
 
 
+def add_scaled(library: Any, part: Any, out: Any, factors: Factors) -> None:
+    """Compute out = beta out + alpha part, or alpha times the conjugate of the part. Low precision is computed in
+    float32 and rounded once. If beta is 0, `out` is not read.
+
+        >>> import numpy as np
+        >>> from pmm3d.arrays import NumpyLibrary
+        >>> out = np.ones((1, 2), "complex64")
+        >>> add_scaled(NumpyLibrary(), np.array([[1, 2j]], "complex64"), out, Factors(3, 2, conjugated=True))
+        >>> out
+        array([[5.+0.j, 3.-4.j]], dtype=complex64)
+    """
+    if not library.has_data:
+        library.passed("add", out, *([] if factors.beta == 0 else [out]), part)
+    elif library.slice_elements is None or prod(out.shape) <= library.slice_elements:
+        _add_scaled(library, part, out, *factors)
+    else:
+        parallel_rows(library, lambda rows: _add_in_tiles(library, part[rows], out[rows], factors), out.shape)
+
+
+def _add_in_tiles(library: Any, part: Any, out: Any, factors: Factors) -> None:
+    for tile in tiles(part, out) if library.name == "numpy" else [...]:
+        _add_scaled(library, part[tile], out[tile], *factors)
+
+
+def _add_scaled(library: Any, part: Any, out: Any, beta: complex, alpha: complex, conjugated: bool) -> None:
+    if library.dtype(out) in LOW_PRECISION:
+        total = library.astype(part, "float32") * alpha
+        out[...] = total if beta == 0 else beta * library.astype(out, "float32") + total
+        return
+    if beta == 0 and (conjugated or alpha != 1) and library.name == "numpy":
+        if conjugated:
+            library.xp.conj(part, out=out)
+            part = out
+        if alpha != 1:
+            library.xp.multiply(part, alpha, out=out)
+        return
+    part = library.conjugate(part) if conjugated else part
+    part = part if alpha == 1 else part * alpha
+    if beta == 0:
+        out[...] = part
+    else:
+        scale(library, out, beta)
+        library.xp.add(out, part, out=out)
+
+
 def rounded_gemm(library: Any, a: Any, b: Any, c: Any, alpha: complex, beta: complex, work: WorkArrays) -> None:
-    """Compute C = alpha A B + beta C for a float32 accumulator C. The product is rounded once to low precision."""
+    """Compute C = alpha A B + beta C for a float32 C. The product is rounded once to low precision."""
     with work.borrow(tuple(c.shape), library.dtype(a), library) as product:
         library.gemm(a, b, product, alpha, 0, work)
         add_up(library, [product], c, beta)

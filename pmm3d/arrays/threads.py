@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from ..layout import offsets, part_sizes
 from ..thread_counts import asked_threads
@@ -25,9 +27,12 @@ COPIED = 2**17
 RUN_BYTES, MOST_BYTES = 32, 2**31
 """Smallest run in bytes that numpy copies as one element, and the upper limit of an element of numpy. This takes two
 thirds of the time for 64 x 64 blocks of float64."""
-ACROSS, ALONG = 256, 32
-"""Elements of a block of a transposition, in the direction of the reads and of the writes. Blocks take a third of the
-time of one assignment."""
+WRITTEN, READ, LEAST_TILED = 256, 128, 2**10
+"""Length of a tile of a transposition in the direction in which the written array is contiguous, and in that of the
+read array; and elements of an array that is copied without tiles. Tiles take half of the time of one assignment, and
+omatcopy of a BLAS takes longer."""
+ALIASED, LINE = 2**12, 64
+"""Rows that begin at multiples of this number of bytes use the same lines of a cache, and bytes of a line."""
 PREFIX = "pmm3d loop"
 
 
@@ -86,7 +91,7 @@ def copy_into(library: Any, source: Any, out: Any) -> None:
     >>> out
     array([0., 1.], dtype=float32)
     """
-    if library.name != "numpy" or not library.has_data or out.size <= ALONG * ALONG:
+    if library.name != "numpy" or not library.has_data or out.size <= LEAST_TILED:
         out[...] = source
         return
     if out.ndim > 2 or out.size < LEAST_SLICES * COPIED or blas_threads() == 1:
@@ -102,24 +107,64 @@ def copy_into(library: Any, source: Any, out: Any) -> None:
 
 
 def _copy(source: Any, out: Any) -> None:
-    """Copy numpy arrays. Short runs are copied as one element each, and a transposition block by block."""
+    """Copy numpy arrays. Short runs are copied as one element each, and a transposition tile by tile."""
     if out.ndim > 2:
         nbytes = out.shape[-1] * out.itemsize
         in_runs = out.shape[-1] == 1 or source.strides[-1] == out.strides[-1] == out.itemsize
         if in_runs and RUN_BYTES <= nbytes < MOST_BYTES and source.dtype == out.dtype:
             source, out = source.view(f"V{nbytes}"), out.view(f"V{nbytes}")
-    elif (
-        out.ndim == 2
-        and min(out.shape) > ALONG
-        and (source.strides[0] < source.strides[1]) != (out.strides[0] < out.strides[1])
-    ):
-        across, along = (ACROSS, ALONG) if source.strides[0] < source.strides[1] else (ALONG, ACROSS)
-        for row in range(0, out.shape[0], across):
-            for col in range(0, out.shape[1], along):
-                within = slice(row, row + across), slice(col, col + along)
-                out[within] = source[within]
+    parts = tiles(source, out)
+    if len(parts) > 1 and source.strides[_contiguous(out)] % ALIASED == 0:
+        room = _unaliased(source[parts[0]], _contiguous(out))
+        for tile in parts:
+            copied = room[tuple(slice(size) for size in out[tile].shape)]
+            copied[...] = source[tile]
+            out[tile] = copied
         return
-    out[...] = source
+    for tile in parts:
+        out[tile] = source[tile]
+
+
+def tiles(source: Any, out: Any) -> list[tuple[slice, ...]]:
+    """Return the parts of two arrays of one shape in which elements of `out` are computed from those of `source`: tiles
+    that fit the cache if the arrays are stored in different orders, else one part.
+
+        >>> import numpy as np
+        >>> by_rows, by_columns = np.ones((300, 100)), np.ones((300, 100), order="F")
+        >>> tiles(by_rows, by_columns)
+        [(slice(0, 256, None), slice(0, 100, None)), (slice(256, 300, None), slice(0, 100, None))]
+        >>> tiles(by_rows, by_rows)
+        [(slice(None, None, None), slice(None, None, None))]
+    """
+    shape, writes, reads = out.shape, _contiguous(out), _contiguous(source)
+    if prod(shape) <= LEAST_TILED or reads == writes:
+        return [(slice(None),) * len(shape)]
+    steps = []
+    for axis, stride in enumerate(out.strides):  # the other axes repeat the blocks of one of these two
+        block = writes if abs(stride) < abs(out.strides[reads]) else reads
+        most = WRITTEN if block == writes else READ
+        steps.append(most if axis in (reads, writes) else max(1, most // shape[block]))
+    return [
+        *product(
+            *([slice(low, min(low + step, size)) for low in range(0, size, step)] for size, step in zip(shape, steps))
+        )
+    ]
+
+
+def _contiguous(array: Any) -> int:
+    """Return the axis of the smallest stride, among those of several elements."""
+    axes = [axis for axis, size in enumerate(array.shape) if size > 1]
+    return min(axes, key=lambda axis: abs(array.strides[axis]), default=0)
+
+
+def _unaliased(like: Any, axis: int) -> Any:
+    """Return a new numpy array of the shape and order of another one. A step along the axis is no multiple of ALIASED
+    bytes."""
+    strides, extent = [0] * like.ndim, like.itemsize
+    for each in sorted(range(like.ndim), key=lambda axis: abs(like.strides[axis])):
+        extent += LINE * (each == axis)
+        strides[each], extent = extent, extent * like.shape[each]
+    return np.ndarray(like.shape, like.dtype, np.empty(extent, np.uint8), strides=strides)
 
 
 def by_rows(library: Any, function: Callable[..., Any], out: Any, *operands: Any, name: str = "elementwise") -> None:

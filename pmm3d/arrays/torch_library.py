@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import Pmm3dError
-from ..layout import itemsize
+from ..layout import itemsize, multiplied_in
 from . import blas, blas_choice
 from .device_library import PinnedHost, StreamMemory
 from .numpy_library import HUGE_PAGE, Array, NumpyLibrary, numpy_type
@@ -210,6 +210,7 @@ class TorchLibrary(NumpyLibrary):
         *,
         tf32: bool = False,
         conjugated: blas.Conjugated = blas.AS_THEY_ARE,
+        rounded: bool = False,
     ) -> None:
         dtype, of_result = self.dtype(a), self.dtype(c)
         check_gemm_types(dtype, self.dtype(b), of_result)
@@ -218,15 +219,17 @@ class TorchLibrary(NumpyLibrary):
         if alpha == 0 or not a.shape[1]:
             scale(self, c, beta)
             return
-        if self.on_host and dtype == "float16":
-            widened_gemm(self, a, b, c, alpha, beta, work)
+        if (wide := multiplied_in(dtype, of_result, self.on_host, rounded)) != dtype:
+            widened_gemm(self, a, b, c, alpha, beta, work, wide, conjugated)
             return
         try:  # torch would copy matrices that `arranged` rejects
             blas.arranged(
                 (a.shape, a.stride()), (b.shape, b.stride()), (c.shape, c.stride()), conjugated, blas.LP64_LARGEST
             )
         except blas.TooLarge:
-            self._in_pieces(a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated)
+            self._in_pieces(
+                a, b, c, alpha, beta, work, blas.LP64_LARGEST, tf32=tf32, conjugated=conjugated, rounded=rounded
+            )
             return
         if conjugated != blas.AS_THEY_ARE:
             a, b = (array.conj() if flag else array for array, flag in zip((a, b), conjugated))
@@ -243,7 +246,7 @@ class TorchLibrary(NumpyLibrary):
     def _at_once(
         self, dtypes: tuple[str, str], a: Array, b: Array, c: Array, alpha: complex, beta: complex, tf32: bool
     ) -> bool:
-        if self.on_host and (dtypes[0] != dtypes[1] or dtypes[0] == "float16"):
+        if (self.on_host and dtypes[0] != dtypes[1]) or multiplied_in(*dtypes, self.on_host) != dtypes[0]:
             return False
         blas.arranged(*blas.items(*map(self._matrix, (a, b, c))).matrices, largest=blas.LP64_LARGEST)
         with self.xp.no_grad():

@@ -497,6 +497,19 @@ class Axis:
         name = "all_reduce" if counts is None else "reduce_scatter"
         return self.begin(name, steps, library=library, arrays=arrays, after=after)
 
+    def _gather_coalesced(
+        self, parts: Sequence[Array], outs: Sequence[Array], counts: Sequence[Counts], *, after: Sequence[Awaited] = ()
+    ) -> Pending:
+        """Begin to gather several arrays of one type, in one message a peer. The arrays have no gaps. Otherwise as
+        `_all_gather_into`.
+
+        `counts` are, for each array, the elements of every rank's part. Each of `outs` has the parts of all ranks in
+        order, one after the other in memory.
+        """
+        library = library_of(outs[0])
+        steps = partial(strided_collectives.gather_coalesced, library=library, parts=parts, outs=outs, counts=counts)
+        return self.begin("all_gather", steps, library=library, arrays=(*parts, *outs), after=after)
+
     def _all_to_all_into(
         self,
         array: Array,

@@ -44,6 +44,8 @@ class Feedback:
     factor   right factor of a matrix in the last sum by `LowRank`, (columns, rank)
     begins   whether the sum in progress is the first one on this memory
     axis     axis of the last sum
+    before   copy of the error before the first sum since `commit`, for `undo`. None: it is not kept
+    began    `holds` and `scale` of that copy; None: there was no sum since `commit`, or there is no copy
     """
 
     error: Array
@@ -52,12 +54,15 @@ class Feedback:
     scale: float = 1.0
     begins: bool = True
     axis: Axis | None = None
+    before: Array | None = None
+    began: tuple[str, float] | None = None
 
     @property
     def arrays(self) -> list[Array]:
-        return [self.error] if self.factor is None else [self.error, self.factor]
+        return [each for each in (self.error, self.factor, self.before) if each is not None]
 
     def copy(self) -> Feedback:
+        """Copy of the error for `restore`, made between steps."""
         library = library_of(self.error)
         factor = None if self.factor is None else library.copy(self.factor)
         return Feedback(library.copy(self.error), factor, self.holds, self.scale)
@@ -66,10 +71,29 @@ class Feedback:
         """Return to an earlier copy, on the same memory."""
         for array, held in zip(self.arrays, before.arrays):
             array[...] = held
-        self.holds, self.scale = before.holds, before.scale
+        self.holds, self.scale, self.began = before.holds, before.scale, None
+
+    def commit(self) -> None:
+        """Note that a step used the sums."""
+        self.began = None
+
+    def undo(self) -> None:
+        """Return to the error before the sums since `commit`, which no step used. Without a copy, nothing changes."""
+        if self.began is not None:
+            (self.holds, self.scale), self.began = self.began, None
+            if self.holds != NOTHING:
+                copy_into(library_of(self.error), self.before, self.error)
+
+    def forget(self) -> None:
+        """Set the error to zeros."""
+        self.holds, self.began = NOTHING, None
 
     def add(self, library: NumpyLibrary, array: Array, scale: float, keeps: bool) -> None:
         """Add an array to the error. keeps: whether this rank's part of a total counts."""
+        if self.before is not None and self.began is None:
+            self.began = self.holds, self.scale
+            if self.holds != NOTHING:
+                copy_into(library, self.error, self.before)
         ratio, flat = scale / self.scale, array.reshape(-1)
         if self.holds == OWN or (self.holds == TOTAL and keeps):
             by_rows(library, partial(_added, library, ratio), self.error, self.error, flat, name="add feedback")

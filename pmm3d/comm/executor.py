@@ -9,14 +9,14 @@ rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, NumpyLibrary, Slab, add_up, copy_into, sum_in_order
+from ..arrays import Array, Factors, NumpyLibrary, Slab, add_scaled, add_up, copy_into, scale, sum_in_order
 from ..layout import aligned, itemsize
 from ..model.rounds import NOTHING, Indices, Round, Schedule, Span, Sum, WorkBuffer, accumulator, count, packing_bytes
 from ..model.schedule import barrier
@@ -66,8 +66,9 @@ def under_way(exchange: Iterator[list[Any]], work: Callable[[], None]) -> Collec
         yield from exchange
 
 
-Arithmetic = tuple[list[Array], Array, complex]
-"""(parts, out, beta): out = beta out + parts[0] + parts[1] + ..., in this order."""
+Arithmetic = tuple[list[Array], Array, Factors]
+"""(parts, out, factors): out = beta out + parts[0] + parts[1] + ..., in this order. One part may have an alpha."""
+PLAIN = Factors()
 
 
 class Buffers:
@@ -76,6 +77,7 @@ class Buffers:
     arrays     the caller's arrays, 2D;   dims   for each array, the dim along which spans cut
     work       memory of `work_bytes` bytes. Spans cut work buffers along dims[0]
     beta       factor of an output before a sum, or a copy, is added to it
+    factors    by the number of an array: Factors of what is written to it. Default: beta, for all outputs
     dtype      type of the work buffers. Default: that of the first array
     recorded   whether a dry run records copies and sums as passes. The prices of most operations contain theirs
     """
@@ -90,10 +92,12 @@ class Buffers:
         beta: complex = 0,
         dtype: str = "",
         recorded: bool = False,
+        factors: Mapping[int, Factors] | None = None,
     ):
         self._computes = library.has_data or recorded
-        self.library, self._schedule, self._beta = library, schedule, beta
+        self.library, self._schedule = library, schedule
         self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
+        self._factors = self._of_outputs(beta) if factors is None else factors
         self._columns = bool(dims) and dims[0] == 1
         if schedule.work:
             assert work is not None
@@ -101,7 +105,7 @@ class Buffers:
             self._cols = 1 if schedule.work[0].cols else arrays[0].shape[1 - dims[0]]
             self._memory = work.array((schedule.work_rows, self._cols), self._dtype)
         for place, span in schedule.packed:
-            if beta == 0 or span.buffer < schedule.inputs:
+            if span.buffer not in self._factors:
                 block = self.view(span)
                 if library.is_contiguous(block):
                     self._views[place] = block
@@ -138,16 +142,29 @@ class Buffers:
         """Return sums with arrays in place of spans. copies: whether copies of a span to its own address are left
         out."""
         library, operations = self.library, list[Arithmetic]()
-        first, last = (self._schedule.inputs, len(self._arrays)) if self._beta else (0, 0)
         for parts, target in sums if self._computes else ():
             arrays, out = [self.view(part) for part in parts], self.view(target)
-            if first <= target.buffer < last:
-                operations.append((arrays, out, self._beta))
+            if (factors := self._factors.get(target.buffer)) is not None:
+                operations.append((arrays, out, factors))
             elif not (arrays[0] is out and len(arrays) == 1) and not (
                 copies and same_elements(library, arrays[0], out)
             ):
-                operations.append((arrays, out, 0))
+                operations.append((arrays, out, PLAIN))
         return operations
+
+    def arithmetic_of(self, each: Round) -> tuple[list[Arithmetic], list[Arithmetic]]:
+        """Return the copies and the sums of a round."""
+        return self.arithmetic(each.copies, True), self.arithmetic(each.sums)
+
+    def scale(self, beta: complex) -> Schedule:
+        """Set `beta` for the sums that follow, and return the schedule."""
+        if self._schedule.packed:
+            raise RuntimeError("messages that are received in an output are not added to it")
+        self._factors = self._of_outputs(beta)
+        return self._schedule
+
+    def _of_outputs(self, beta: complex) -> dict[int, Factors]:
+        return dict.fromkeys(range(self._schedule.inputs, len(self._arrays)), Factors(beta)) if beta else {}
 
     def copy(self, copies: Sequence[Sum]) -> None:
         """Carry out copies, but not those of a span to its own address."""
@@ -183,12 +200,17 @@ def same_elements(library: NumpyLibrary, one: Array, other: Array) -> bool:
 
 
 def compute(library: NumpyLibrary, sums: Sequence[Arithmetic]) -> None:
-    """Carry out copies or sums."""
-    for parts, out, beta in sums:
-        if len(parts) == 1 and beta == 0:
+    """Carry out copies or sums. A sum of no parts scales its target."""
+    for parts, out, factors in sums:
+        beta, alpha, conjugated = factors
+        if not parts:
+            scale(library, out, beta)
+        elif len(parts) > 1:
+            (sum_in_order if library.has_data else add_up)(library, parts, out, beta)
+        elif beta == 0 and alpha == 1 and not conjugated:
             copy_into(library, parts[0], out)
         else:
-            (sum_in_order if library.has_data else add_up)(library, parts, out, beta)
+            add_scaled(library, parts[0], out, factors)
 
 
 def run_schedule(
@@ -329,12 +351,8 @@ class Persistent:
         self._next_record, self._engine, self._comm, self._tag = next_record, engine, comm, tag
         self._library, self._buffers = buffers.library, [buffers]  # the requests hold no arrays
         self._rounds = [
-            (
-                self._made(buffers.messages(sends), buffers.messages(receives)),
-                buffers.arithmetic(copies, True),
-                buffers.arithmetic(sums),
-            )
-            for sends, receives, copies, sums in schedule.rounds
+            (self._made(buffers.messages(each.sends), buffers.messages(each.receives)), *buffers.arithmetic_of(each))
+            for each in schedule.rounds
         ]
         self._moved = count(schedule, row_bytes)
         self._across = count(schedule, row_bytes, frozenset(off_node)).received
@@ -345,6 +363,14 @@ class Persistent:
             for init, messages in ((self._comm.Recv_init, receives), (self._comm.Send_init, sends))
             for peer, array in messages
             for part in mpi_buffers(self._library, array)
+        ]
+
+    def scale(self, beta: complex) -> None:
+        """Set the factor of the outputs in the next calls."""
+        (buffers,) = self._buffers
+        self._rounds = [
+            (requests, *buffers.arithmetic_of(each))
+            for (requests, *_), each in zip(self._rounds, buffers.scale(beta).rounds)
         ]
 
     def begin(self) -> Persistent:

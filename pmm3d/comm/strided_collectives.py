@@ -7,7 +7,7 @@ workspace. Along dim 1 the messages are packed, some rows at a time. `all_to_all
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
@@ -258,6 +258,7 @@ def sum_coalesced(
         yield from all_reduce_into(link, library, arrays[0], arrays[0])
         return
     flats, workspace, taken = [array.reshape(-1) for array in arrays], link.workspace, list[Ticket]()
+    adds_first = beta != 0 and sent in (None, held)  # in the order of `reduce_scatter_into`
 
     def work(size: int) -> Array:
         array, ticket = workspace.take((size,), sent or held, library)
@@ -274,40 +275,67 @@ def sum_coalesced(
         else:
             sizes, starts = [sum(each) for each in zip(*counts)], [offsets(each) for each in counts]
             wanted = [flat[start[link.rank] : start[link.rank + 1]] for flat, start in zip(flats, starts)]
-            wanted = wanted if outs is None else [out.reshape(-1) for out in outs]
+            wanted = wanted if outs is None else list(outs)
             if packs:
-                _pack_by_rank(packed, flats, counts)
+                for place, part in _by_rank(packed, flats, counts):
+                    place[...] = part
             own = work(sizes[link.rank])
-            yield from reduce_scatter_into(link, library, packed, own, sizes)
-        for part, flat in _beside(own, wanted):
-            if beta == 0:
-                copy_into(library, part, flat)
+            for part, out in _beside(own, wanted) if adds_first else ():
+                copy_into(library, out, part)
+            yield from reduce_scatter_into(link, library, packed, own, sizes, beta if adds_first else 0)
+        for part, out in _beside(own, wanted):
+            if beta == 0 or adds_first:
+                copy_into(library, part, out)
             else:
-                sum_in_order(library, [part.reshape(1, -1)], flat.reshape(1, -1), beta)
+                sum_in_order(library, [in_two_dims(part)], in_two_dims(out), beta)
     finally:
         for ticket in reversed(taken):
             workspace.give(ticket)
 
 
-def _pack_by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> None:
-    """Fill `packed` with all parts of rank 0, then all parts of rank 1, and so on. Consecutive ranks with equal part
-    sizes are copied at once. Parts of an array have at most two sizes, so there are at most len(flats) + 1 copies of
-    each array."""
+def gather_coalesced(
+    link: Link, library: NumpyLibrary, parts: Sequence[Array], outs: Sequence[Array], counts: Sequence[Counts]
+) -> Collective[None]:
+    """Gather several arrays of one type, with one message for each peer. Each of `outs` contains the parts of all ranks
+    in order. The arrays have no gaps.
+
+    counts   for each array, the elements of every rank's part
+    """
+    own_parts, flats = [part.reshape(-1) for part in parts], [out.reshape(-1) for out in outs]
+    if len(parts) == 1:
+        yield from all_gather_into(link, library, own_parts[0], flats[0], counts[0])
+        return
+    sizes = [sum(each) for each in zip(*counts)]
+    edges = offsets(sizes)
+    with link.workspace.borrow((edges[-1],), library.dtype(outs[0]), library) as packed:
+        own = packed[edges[link.rank] : edges[link.rank + 1]]
+        for place, part in _beside(own, own_parts):
+            copy_into(library, part, place)
+        yield from all_gather_into(link, library, own, packed, sizes)
+        for place, part in _by_rank(packed, flats, counts):
+            part[...] = place
+
+
+def _by_rank(packed: Array, flats: Sequence[Array], counts: Sequence[Counts]) -> Iterator[tuple[Array, Array]]:
+    """Yield (view of `packed`, view of an array) of each part. `packed` contains all parts of rank 0, then all parts of
+    rank 1, and so on. Consecutive ranks with equal part sizes are in one view. Parts of an array have at most two
+    sizes, so there are at most len(flats) + 1 views of each array."""
     alike = [len(list(ranks)) for _, ranks in groupby(zip(*counts))]
     first, position, read = 0, 0, [0] * len(flats)
     for ranks in alike:
         parts = [each[first] for each in counts]
         block = packed[position : position + ranks * sum(parts)].reshape(ranks, sum(parts))
         for index, (flat, part, column) in enumerate(zip(flats, parts, offsets(parts))):
-            block[:, column : column + part] = flat[read[index] : read[index] + ranks * part].reshape(ranks, part)
+            yield block[:, column : column + part], flat[read[index] : read[index] + ranks * part].reshape(ranks, part)
             read[index] += ranks * part
         first, position = first + ranks, position + ranks * sum(parts)
 
 
 def _beside(packed: Array, arrays: Iterable[Array]) -> list[tuple[Array, Array]]:
-    """Return (view of `packed`, array) for each flat array. `packed` contains the arrays one after the other."""
+    """Return (view of `packed`, array) for each array. `packed` contains the arrays one after the other."""
     start, pairs = 0, list[tuple[Array, Array]]()
     for array in arrays:
-        pairs.append((packed[start : start + array.shape[0]], array))
-        start += array.shape[0]
+        stop, shape = start + prod(array.shape), tuple(array.shape)
+        pairs.append((packed[start:stop] if len(shape) == 1 else packed[start:stop].reshape(*shape), array))
+        start = stop
     return pairs

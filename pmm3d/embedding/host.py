@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..arrays import Array, NumpyLibrary, library_here, library_named
 from ..arrays.numpy_library import ADDRESSED
 from ..comm import CallersCall, Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
-from ..product import BlacsContext, DistMatrix, MatmulPlan, PgemmPlan, Redistribution, matmul, pgemm
-from ..product.redistribution import part_of
+from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul
 from .arguments import (
     NO_INTEGER,
     array_at,
@@ -33,8 +33,10 @@ from .arguments import (
     order_named,
     scalar_at,
     shown_arguments,
+    text_at,
 )
-from .held import KINDS, Held, HeldContext, HeldPlan, LocalPart, between, operand
+from .held import KINDS, Between, Held, HeldContext, HeldPlan, HeldRequest, LocalPart, operand
+from .routines import ROUTINES
 
 CODES = ((DisagreementError, 2), ((MemoryLimitError, OutOfMemoryError, MemoryError), 3), (Pmm3dError, 1))
 OTHER = 8
@@ -58,34 +60,42 @@ class Host:
 
     of_NAME             the type of an argument, as a letter; 0 if it is unknown, as in C. For arrays also REFUSED
     plan                address of the number of a plan, or AT_ONCE: run the operation, and keep no plan
+    width               bytes of the integers of descriptors
     """
 
     def __init__(self) -> None:
         self._objects: dict[int, Held] = {}
         self._last = 0
         self._limits: dict[Grid, int] = {}  # bytes of work arrays in products
+        self._libraries: dict[Grid, NumpyLibrary] = {}  # of arrays, if not numpy
         self._ordinals: list[int] = []  # of the matrices and the plan of the present call
         self._plans = False  # whether the present call is pmm3d_plan_NAME
 
     def call(self, name: str, arguments: Sequence[int]) -> Answer:
-        """Call a method by name; plan_NAME calls NAME. Never raises."""
+        """Call a method or a routine by name; plan_NAME calls NAME. Never raises."""
         try:
             self._ordinals.clear()
-            self._plans = name.startswith("plan_")
-            method: Callable[..., tuple[int, ...] | None] = getattr(self, name.removeprefix("plan_"))
-            call = CallersCall(f"pmm3d_{name}", partial(self._shown, method, arguments))
+            self._plans, name = name.startswith("plan_"), name.removeprefix("plan_")
+            method: Callable[..., tuple[int, ...] | None]
+            method = partial(self.routine, name) if name in ROUTINES else getattr(self, name)
+            call = CallersCall(f"pmm3d_{'plan_' * self._plans}{name}", partial(self._shown, name, arguments))
             results = call.run(lambda: method(*arguments))
+            for library in self._libraries.values():  # the caller reads results in another stream
+                library.synchronize()
             return Answer(0, False, "", results or ())
         except BaseException as error:
             code = next((code for kinds, code in CODES if isinstance(error, kinds)), OTHER)
             text = f"{type(error).__name__}: {error}" if isinstance(error, Pmm3dError) else traceback.format_exc()
             return Answer(code, getattr(error, "everywhere", False), text, ())
 
-    def _shown(self, method: Callable[..., object], arguments: Sequence[int]) -> list[str]:
+    def _shown(self, name: str, arguments: Sequence[int]) -> list[str]:
         matrices = {number: held.thing for number, held in self._objects.items() if isinstance(held.thing, DistMatrix)}
-        names = signature(method).parameters
-        texts, given = shown_arguments(names, arguments, matrices), dict(zip(names, arguments))
-        held = self._objects.get(given["number" if "descc" in given else "c"]) if "of_alpha" in given else None
+        routine = ROUTINES.get(name)
+        names = [*signature(getattr(self, name)).parameters] if routine is None else routine.names
+        texts = shown_arguments(names, arguments, matrices, () if routine is None else routine.reals)
+        if name not in ("matmul", "pgemm"):
+            return texts
+        held = self._objects.get(dict(zip(names, arguments))["c" if routine is None else "context"])
         return texts if held is None else [*texts, f"max_workspace={self._limits.get(held.grid, 0)}"]
 
     def grid(self, comm: int, gx: int, gy: int, gz: int, out: int) -> tuple[int]:
@@ -112,6 +122,17 @@ class Host:
         if limit < 0:
             raise LayoutError(f"the limit of the work arrays is a number of bytes, 0 for no limit; got {limit}")
         self._limits[self._objects[number].grid] = limit
+
+    def library(self, number: int, name: int) -> None:
+        """Name the array library of the arrays of later calls on a grid or a context."""
+        self._object(number, Grid, HeldContext)
+        self._libraries[self._objects[number].grid] = library_here(text_at("library", name).strip())
+
+    def context_trim(self, number: int) -> None:
+        """Collective."""
+        with refused_by_all(self._grid_of(number), "BlacsContext.trim"):
+            context = self._object(number, HeldContext)
+        context.context.trim()
 
     def box(self, number: int, layout: int, rows: int, columns: int, out: int, size: int) -> tuple[int, ...]:
         """size: bytes of the caller's integers; 0: they are none."""
@@ -155,7 +176,7 @@ class Host:
                 raise LayoutError(f"the shard has {elements} elements; {expected}pmm3d_box")
             if leading not in (-1, shape[stored == "C"]) and 0 not in shape:
                 raise LayoutError(f"the first dimension of the shard has {leading} elements; {expected}pmm3d_box")
-            local = array_at("shard", shard, shape, dtype, stored)
+            local = array_at("shard", shard, shape, dtype, stored, self._library(grid))
         made = DistMatrix.from_local(grid, local, (rows, columns), layout=placed, order=stored, copy=False)
         return (self._hold(made, grid),)
 
@@ -182,7 +203,7 @@ class Host:
             matmul(first, second, out=out, **factors, max_workspace=limit)
             return ()
         product = MatmulPlan(first, second, out=out, **factors, max_workspace=limit)
-        return (self._hold(HeldPlan(product, product.close), out.grid),)
+        return (self._hold(HeldPlan("matmul", product, product.close, form=(transa, transb)), out.grid),)
 
     def _options(
         self, grid: Grid, dtype: str, alpha: int, beta: int, of_alpha: int, of_beta: int
@@ -191,21 +212,83 @@ class Host:
         factors = {"alpha": scalar_at("alpha", alpha, of_alpha, dtype), "beta": scalar_at("beta", beta, of_beta, dtype)}
         return factors, self._limits.get(grid, 0) or None
 
+    def _library(self, grid: Grid) -> NumpyLibrary:
+        return self._libraries.get(grid) or library_named("numpy")
+
     def run(self, number: int) -> None:
         """Collective."""
-        plan, grid = self._object(number, HeldPlan), self._objects[number].grid
+        self._idle_plan("run", number).run()
+
+    def run_matmul(
+        self, number: int, alpha: int, a: int, b: int, beta: int, c: int, of_alpha: int, of_beta: int
+    ) -> None:
+        """Run a plan of matmul with other operands. Collective."""
+        plan = self._idle_plan("run_matmul", number, "matmul")
+        grid = self._objects[number].grid
+        first, second, out = (self._object(matrix, DistMatrix) for matrix in (a, b, c))
+        first, second = (operand(matrix, op) for matrix, op in zip((first, second), plan.form))
+        factors, _ = self._options(grid, out.dtype, alpha, beta, of_alpha, of_beta)
+        plan.planned(first, second, out=out, **factors)
+
+    def run_pgemm(
+        self,
+        number: int,
+        alpha: int,
+        a: int,
+        b: int,
+        beta: int,
+        c: int,
+        of_alpha: int,
+        of_beta: int,
+        of_a: int,
+        of_b: int,
+        of_c: int,
+    ) -> None:
+        """Run a plan of pgemm with other arrays. Collective."""
+        plan = self._idle_plan("run_pgemm", number, "pgemm")
+        grid = self._objects[number].grid
+        with refused_by_all(grid, "run_pgemm"):
+            given = zip(plan.form, "abc", (a, b, c), (of_a, of_b, of_c))
+            arrays = [part.at(name, address, kind) for part, name, address, kind in given]
+            factors, _ = self._options(grid, plan.form[0].dtype, alpha, beta, of_alpha, of_beta)
+        plan.planned(*arrays, **factors)
+
+    def _idle_plan(self, what: str, number: int, name: str = "") -> HeldPlan:
+        """A plan that may run now. Plans of matrices alone do not compare the ranks, so errors are raised on this rank
+        only. Collective with debug.
+
+        name   the operation that it must have, or any
+        """
+        plan: HeldPlan = self._object(number, HeldPlan)
+        grid = self._objects[number].grid
         grid.engine.guard.check_open()
-        if grid.debug:  # plans of matrices alone do not compare the ranks
-            with grid.collective_call("run", always=True):
+        plan.check_idle()
+        if name not in ("", plan.name):
+            raise GridError(f"{number} is a plan of pmm3d_{plan.name}; this call takes a plan of pmm3d_{name}")
+        if grid.debug:
+            with grid.collective_call(what, always=True):
                 pass
-        plan.run()
+        return plan
+
+    def begin(self, number: int, out: int) -> tuple[int]:
+        """Begin to run a plan. Collective."""
+        check_address("request", out)
+        plan = self._idle_plan("begin", number)
+        return (self._hold(plan.begin(), self._objects[number].grid),)
+
+    def wait(self, number: int) -> None:
+        """End what was begun. The request is then freed, also after an error. Collective."""
+        request = self._object(number, HeldRequest)
+        del self._objects[number]
+        request.close()
 
     def redistribute(self, source: int, target: int, plan: int) -> tuple[int, ...]:
         """Collective."""
         with refused_by_all(self._grid_of(source), "redistribute"):
             check_address("plan", plan)
             origin, out = self._object(source, DistMatrix), self._object(target, DistMatrix)
-        return self._run_or_hold(plan, origin.grid, between(origin, out))
+        between = Between(origin, out)
+        return self._run_or_hold(plan, origin.grid, HeldPlan("redistribute", between, between.close))
 
     def context(self, comm: int, rows: int, columns: int, order: int, out: int, lasting: int) -> tuple[int]:
         """Collective. lasting: 1 for a context that only MPI_Finalize frees."""
@@ -213,107 +296,48 @@ class Host:
             context = BlacsContext(parent, (rows, columns), letter(order))
         return self._opened(HeldContext(context), context.grid, "context", out, bool(lasting))
 
-    def pgemm(
-        self,
-        number: int,
-        kind: int,
-        transa: int,
-        transb: int,
-        m: int,
-        n: int,
-        k: int,
-        alpha: int,
-        a: int,
-        ia: int,
-        ja: int,
-        desca: int,
-        b: int,
-        ib: int,
-        jb: int,
-        descb: int,
-        beta: int,
-        c: int,
-        ic: int,
-        jc: int,
-        descc: int,
-        of_alpha: int,
-        of_beta: int,
-        of_a: int,
-        of_b: int,
-        of_c: int,
-        plan: int,
+    def routine(self, name: str, *values: int) -> tuple[int, ...]:
+        """Call a routine of ScaLAPACK, or plan it. Collective. values: those of its `names`."""
+        routine = ROUTINES[name]
+        given = dict(zip(routine.names, values))
+        at_once, number = given["plan"] == AT_ONCE, given.get("context", given.get("contexta", 0))
+        with refused_by_all(self._grid_of(number), name):
+            grid = self._object(number, HeldContext).grid
+            for out in {"plan", "info"} & {*given}:
+                check_address(out, given[out])
+            read = routine.read(given, lambda context: self._object(context, HeldContext), self._library(grid))
+            limit = self._limits.get(grid, 0) or None
+            make = None if at_once else routine.planner(given, read, grid, limit)
+        if make is not None:
+            return (self._hold(make(), grid),)
+        info = routine.function(*read.passed, **({"max_workspace": limit} if name == "pgemm" else {}))
+        return (info or 0,) if "info" in given else ()
+
+    def from_block_cyclic(
+        self, context: int, a: int, desca: int, matrix: int, of_a: int, width: int, plan: int
     ) -> tuple[int, ...]:
         """Collective."""
-        with refused_by_all(self._grid_of(number), "pgemm"):
-            context = self._object(number, HeldContext)
-            check_address("plan", plan)
-            dtype = dtype_named(kind)
-            in_a, in_b = context.part("a", a, desca, dtype, of_a), context.part("b", b, descb, dtype, of_b)
-            in_c = context.part("c", c, descc, dtype, of_c)
-            factors, limit = self._options(context.grid, dtype, alpha, beta, of_alpha, of_beta)
-        sizes = letter(transa), letter(transb), m, n, k
-        arrays = in_a.local, in_b.local, in_c.local
-        part_a, part_b, part_c = (ia, ja, in_a.descriptor), (ib, jb, in_b.descriptor), (ic, jc, in_c.descriptor)
-        if plan == AT_ONCE:
-            read = arrays[0], *part_a, arrays[1], *part_b
-            pgemm(*sizes, factors["alpha"], *read, factors["beta"], arrays[2], *part_c, max_workspace=limit)
-            return ()
-        product = PgemmPlan(*sizes, *part_a, *part_b, *part_c, dtype=dtype, max_workspace=limit)
-        return (self._hold(HeldPlan(partial(product, *arrays, **factors), product.close), context.grid),)
-
-    def pgemr2d(
-        self,
-        kind: int,
-        m: int,
-        n: int,
-        a: int,
-        ia: int,
-        ja: int,
-        desca: int,
-        contexta: int,
-        b: int,
-        ib: int,
-        jb: int,
-        descb: int,
-        contextb: int,
-        of_a: int,
-        of_b: int,
-        plan: int,
-    ) -> tuple[int, ...]:
-        """Collective."""
-        with refused_by_all(self._grid_of(contexta), "pgemr2d"):
-            check_address("plan", plan)
-            dtype = dtype_named(kind)
-            source, target = self._object(contexta, HeldContext), self._object(contextb, HeldContext)
-            in_a, in_b = source.part("a", a, desca, dtype, of_a), target.part("b", b, descb, dtype, of_b)
-            check_same_ranks("pgemr2d: the two contexts are", source.grid, target.grid)
-            sides = (
-                part_of("pgemr2d", "A", ia, ja, in_a.descriptor, m, n),
-                part_of("pgemr2d", "B", ib, jb, in_b.descriptor, m, n),
-            )
-        return self._moved(plan, source.grid, sides, (in_a.local, in_b.local), dtype)
-
-    def from_block_cyclic(self, context: int, a: int, desca: int, matrix: int, of_a: int, plan: int) -> tuple[int, ...]:
-        """Collective."""
-        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca, of_a, plan)
+        held, part = self._cyclic("from_block_cyclic", matrix, context, a, desca, of_a, width, plan)
         sides = part.descriptor.cyclic, held.layout
-        return self._moved(plan, held.grid, sides, (part.local, held.memory), held.dtype, held.order)
+        return self._moved(plan, held, sides, (part.local, held.memory))
 
-    def to_block_cyclic(self, matrix: int, context: int, a: int, desca: int, of_a: int, plan: int) -> tuple[int, ...]:
+    def to_block_cyclic(
+        self, matrix: int, context: int, a: int, desca: int, of_a: int, width: int, plan: int
+    ) -> tuple[int, ...]:
         """Collective."""
-        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca, of_a, plan)
+        held, part = self._cyclic("to_block_cyclic", matrix, context, a, desca, of_a, width, plan)
         sides = held.layout, part.descriptor.cyclic
-        return self._moved(plan, held.grid, sides, (held.memory, part.local), held.dtype, held.order)
+        return self._moved(plan, held, sides, (held.memory, part.local))
 
     def _cyclic(
-        self, what: str, matrix: int, context: int, a: int, desca: int, of_a: int, plan: int
+        self, what: str, matrix: int, context: int, a: int, desca: int, of_a: int, width: int, plan: int
     ) -> tuple[DistMatrix, LocalPart]:
         """Raises on all ranks of the matrix. Collective."""
         with refused_by_all(self._grid_of(matrix), "Redistribution"):
             check_address("plan", plan)
             held, within = self._object(matrix, DistMatrix), self._object(context, HeldContext)
             check_same_ranks(f"{what}: the context and the matrix are", held.grid, within.grid)
-            part = within.part("a", a, desca, held.dtype, of_a)
+            part = within.part("a", a, desca, held.dtype, of_a, width, held.library)
         return held, part
 
     def from_blocks(
@@ -322,7 +346,7 @@ class Host:
         """Collective. base: from which the box counts."""
         held, blocks, arrays = self._blocks("from_blocks", block, box, order, matrix, of_block, base, plan)
         sides = blocks, held.layout
-        return self._moved(plan, held.grid, sides, (arrays, held.memory), held.dtype, held.order)
+        return self._moved(plan, held, sides, (arrays, held.memory))
 
     def to_blocks(
         self, matrix: int, block: int, box: int, order: int, of_block: int, base: int, plan: int
@@ -330,11 +354,11 @@ class Host:
         """Collective. base: from which the box counts."""
         held, blocks, arrays = self._blocks("to_blocks", block, box, order, matrix, of_block, base, plan)
         sides = held.layout, blocks
-        return self._moved(plan, held.grid, sides, (held.memory, arrays), held.dtype, held.order)
+        return self._moved(plan, held, sides, (held.memory, arrays))
 
     def _blocks(
         self, what: str, block: int, box: int, order: int, matrix: int, of_block: int, base: int, plan: int
-    ) -> tuple[DistMatrix, Blocks, list[np.ndarray]]:
+    ) -> tuple[DistMatrix, Blocks, list[Array]]:
         """The matrix, where the blocks of all ranks are in it, and the parts of this rank's. Collective."""
         with refused_by_all(self._grid_of(matrix), what):
             held = self._object(matrix, DistMatrix)
@@ -344,7 +368,7 @@ class Host:
             lies, bounds = order_named(order), box_at(box, base)
             check_type("block", of_block, held.dtype)
             shape = max(0, bounds[1] - bounds[0]), max(0, bounds[3] - bounds[2])
-            local = array_at("block", block, shape, held.dtype, lies)
+            local = array_at("block", block, shape, held.dtype, lies, held.library)
         boxes = grid.everyone.begin(what, lambda link: gather_small(link, np.array(bounds, np.int64))).wait()
         with grid.collective_call(what, always=True):
             blocks = Blocks.of_boxes(boxes.tolist(), held.shape, lies, base=base)
@@ -357,18 +381,11 @@ class Host:
         )
         return held, blocks, [local[rows[row] : rows[row + 1], cols[col] : cols[col + 1]] for row, col in tiles]
 
-    def _moved(
-        self,
-        plan: int,
-        grid: Grid,
-        sides: tuple[Any, Any],
-        arrays: tuple[Any, Any],
-        dtype: str,
-        order: str | None = None,
-    ) -> tuple[int, ...]:
-        """Redistribute, or plan it. sides: the layouts of source and target. Collective."""
-        move = Redistribution(grid, *sides, dtype=dtype, order=order)
-        return self._run_or_hold(plan, grid, HeldPlan(partial(move, *arrays), nothing))
+    def _moved(self, plan: int, held: DistMatrix, sides: tuple[Any, Any], arrays: tuple[Any, Any]) -> tuple[int, ...]:
+        """Redistribute from or to a matrix, or plan it. sides: the layouts of source and target. Collective."""
+        options = {"dtype": held.dtype, "library": held.library.kind, "order": held.order}
+        move = Redistribution(held.grid, *sides, **options)
+        return self._run_or_hold(plan, held.grid, HeldPlan("Redistribution", move, operands=arrays))
 
     def _run_or_hold(self, plan: int, grid: Grid, planned: HeldPlan) -> tuple[int, ...]:
         """Run a planned operation and close it, or keep it and return its number. Collective."""
@@ -384,6 +401,15 @@ class Host:
         """Collective, of a grid, a context or a plan."""
         check_address("object", pointer)
         self._object(number, *KINDS)
+        freed = self._objects[number]
+        for held in self._objects.values():
+            if isinstance(held.thing, HeldRequest) and (
+                freed.thing is held.thing
+                or freed.thing is held.thing.plan
+                or (isinstance(freed.thing, (Grid, HeldContext)) and held.grid is freed.grid)
+            ):
+                with refused_by_all(freed.grid, "free"):
+                    raise GridError(f"the {freed.kind} has a request that was not waited for: call pmm3d_wait first")
         self._close(number)
 
     def finalize(self, everything: int) -> None:
@@ -399,6 +425,7 @@ class Host:
         del self._objects[number]
         if isinstance(held.thing, (Grid, HeldContext)):
             self._limits.pop(held.grid, None)
+            self._libraries.pop(held.grid, None)
 
     def _opened(self, thing: Grid | HeldContext, grid: Grid, kind: str, out: int, lasting: bool = False) -> tuple[int]:
         """Keep a grid or a context. Close it if a rank has no address for its number. Collective."""
@@ -415,7 +442,9 @@ class Host:
         """Return what ranks compare besides arguments: the objects of this call, and whether it makes a plan."""
         return (self._plans, f"objects {self._ordinals} of the grid") if self._ordinals or self._plans else ()
 
-    def _hold(self, thing: Grid | DistMatrix | HeldContext | HeldPlan, grid: Grid, lasting: bool = False) -> int:
+    def _hold(
+        self, thing: Grid | DistMatrix | HeldContext | HeldPlan | HeldRequest, grid: Grid, lasting: bool = False
+    ) -> int:
         self._last += 1
         self._objects[self._last] = Held(thing, grid, next(grid.attached.setdefault(Host, count())), lasting)
         return self._last
@@ -438,10 +467,6 @@ class Host:
                 return self._objects[number].grid
         grids = [held.grid for held in self._objects.values() if isinstance(held.thing, (Grid, HeldContext))]
         return grids[0] if len(grids) == 1 else None
-
-
-def nothing() -> None:
-    """Close a plan that holds nothing."""
 
 
 def check_same_ranks(which: str, one: Grid, other: Grid) -> None:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from .checkpoint import Checkpoints
     from .conversion import convert
     from .dataset import DataSet
+    from .file_product import matmul_files
     from .loader import Loader
     from .mixture import Mixture
     from .safetensors import export_safetensors, import_safetensors
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
 _MODULES = {
     "convert": "conversion",
     "DataSet": "dataset",
+    "matmul_files": "file_product",
     "Loader": "loader",
     "Mixture": "mixture",
     "Checkpoints": "checkpoint",
@@ -36,6 +38,7 @@ __all__ = [
     "convert_text",
     "export_safetensors",
     "import_safetensors",
+    "matmul_files",
 ]
 
 

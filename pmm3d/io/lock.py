@@ -35,8 +35,11 @@ class RunLock:
     process on another host, or in another container, cannot be detected. Such a lock must be removed by hand.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.path = Path(folder) / NAME
+    def __init__(
+        self, folder: str | os.PathLike[str], name: str = NAME, remedy: str = "choose another folder (training.folder)"
+    ):
+        """name: of the file. remedy: what to do instead, in the text of the error."""
+        self.path, self._remedy = Path(folder) / name, remedy
         self._owner: Owner = {}
 
     def acquire(self) -> None:
@@ -56,7 +59,7 @@ class RunLock:
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
-            raise self._in_use(owner_of(self.path.parent)) from None
+            raise self._in_use(owner_of(self.path.parent, self.path.name)) from None
         try:
             with open(file, "wb") as stream:
                 stream.write(json.dumps(owner).encode() + b"\n")
@@ -67,28 +70,28 @@ class RunLock:
 
     def _remove_left_over(self) -> None:
         """Remove the lock of a job that has ended. Raises FolderInUseError for other locks."""
-        owner = owner_of(self.path.parent)
+        owner = owner_of(self.path.parent, self.path.name)
         if not _ended(owner):
             raise self._in_use(owner)
-        aside = self.path.with_name(f"{NAME}-{socket.gethostname()}-{os.getpid()}")
+        aside = self.path.with_name(f"{self.path.name}-{socket.gethostname()}-{os.getpid()}")
         with suppress(FileNotFoundError):
             self.path.rename(aside)  # if several jobs read the old lock, one succeeds
             if owner_of(aside.parent, aside.name) != owner:
                 aside.rename(self.path)
-                raise self._in_use(owner_of(self.path.parent))
+                raise self._in_use(owner_of(self.path.parent, self.path.name))
             aside.unlink()
             logger.warning(f"{self.path.parent} is taken over from a job that has ended: {_in_words(owner)}")
 
     def _in_use(self, owner: Owner) -> FolderInUseError:
         return FolderInUseError(
             f"{self.path.parent} belongs to another job: {_in_words(owner)}. Wait for its end, or "
-            f"choose another folder (training.folder). If that job has ended, remove {self.path} "
+            f"{self._remedy}. If that job has ended, remove {self.path} "
             "and start again"
         )
 
     def release(self) -> None:
         """Remove the lock. Does nothing if this job does not have the lock, or in a forked child."""
-        if self._owner.get("pid") == os.getpid() and owner_of(self.path.parent) == self._owner:
+        if self._owner.get("pid") == os.getpid() and owner_of(self.path.parent, self.path.name) == self._owner:
             try:
                 self.path.unlink()
             except OSError as error:

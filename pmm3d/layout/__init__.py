@@ -4,8 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .cuts import natural, naturals, offsets, overlapping, part_range, part_sizes, real, whole_number
-from .distribution import Tile, Tiled
-from .dtypes import LABEL_DTYPE, LOW_PRECISION, MATRIX_DTYPES, aligned, check_same_dtype, itemsize
+from .distribution import Tile, Tiled, Transposed
+from .dtypes import (
+    LABEL_DTYPE,
+    LOW_PRECISION,
+    MATRIX_DTYPES,
+    WIDENED_DEPTH,
+    WIDER,
+    aligned,
+    check_product_dtypes,
+    itemsize,
+    multiplied_in,
+)
 from .layout import EMPTY, SINGLE, Box, Layout, RaggedRows, batch_layout, order_of, without_order
 from .placement import Placement
 from .shape import (
@@ -37,11 +47,11 @@ _LATER = {"BlockCyclic": ".foreign", "Blocks": ".foreign", "ORDERS": ".order", "
 
 __all__ = [
     "ALL", "AXES", "EMPTY", "EXPERT", "EXPERT_DATA", "EXPERT_Z", "FIRST", "FOLDED", "LABEL_DTYPE", "LOW_PRECISION",
-    "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "SINGLE", "STAGE", "ULYSSES", "BlockCyclic", "Blocks", "Box", "Coords",
-    "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder", "Step", "Tile", "Tiled", "aligned", "base_of",
-    "batch_layout", "check_same_dtype", "is_axis_name", "is_folded", "itemsize", "natural", "naturals", "offsets",
-    "order_of", "overlapping", "parse_shape", "part_range", "part_sizes", "real", "transitions", "whole_number",
-    "without_order",
+    "MATRIX_DTYPES", "ORDERS", "PIPE", "SEQ", "SINGLE", "STAGE", "ULYSSES", "WIDENED_DEPTH", "WIDER", "BlockCyclic",
+    "Blocks", "Box", "Coords", "GridShape", "Layout", "Placement", "RaggedRows", "RowOrder", "Step", "Tile", "Tiled",
+    "Transposed", "aligned", "base_of", "batch_layout", "check_product_dtypes", "is_axis_name", "is_folded", "itemsize",
+    "multiplied_in", "natural", "naturals", "offsets", "order_of", "overlapping", "parse_shape", "part_range",
+    "part_sizes", "real", "transitions", "whole_number", "without_order",
 ]  # fmt: skip
 
 

@@ -85,6 +85,58 @@ class Tiled(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of a matrix in tiles, over the same memory: each array of a rank is transposed (`array.T`).
+
+    >>> from .foreign import Blocks
+    >>> tiled = Transposed(Blocks.rows_of([2, 0, 3], 4))
+    >>> tiled.shape, tiled.order, tiled.tiles(2), tiled.owners_of(Tile(0, 2)), tiled.local_shapes(2), tiled.most()
+    ((4, 5), 'F', [Tile(row=0, col=2)], (2,), [(4, 3)], (12, 4, 3))
+    """
+
+    matrix: Tiled
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[1], self.matrix.shape[0]
+
+    @property
+    def order(self) -> str:
+        return "F" if self.matrix.order == "C" else "C"
+
+    @property
+    def exact(self) -> bool:
+        return self.matrix.exact
+
+    @property
+    def rows(self) -> Distribution1D:
+        return self.matrix.cols
+
+    @property
+    def cols(self) -> Distribution1D:
+        return self.matrix.rows
+
+    def most(self) -> tuple[int, int, int]:
+        elements, rows, cols = self.matrix.most()
+        return elements, cols, rows
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        return [Tile(col, row) for row, col in self.matrix.tiles(rank)]
+
+    def owners_of(self, tile: Tile) -> Sequence[int]:
+        return self.matrix.owners_of(Tile(tile.col, tile.row))
+
+    def sender_for(self, tile: Tile, reader: int) -> int:
+        return self.matrix.sender_for(Tile(tile.col, tile.row), reader)
+
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
+        return [(cols, rows) for rows, cols in self.matrix.local_shapes(rank)]
+
+    def check_ranks(self, size: int) -> None:
+        self.matrix.check_ranks(size)
+
+
 def check_window(shape: tuple[int, int], row: int, col: int, rows: int, cols: int) -> None:
     """Raise LayoutError if the rows and columns are not within a matrix of this shape."""
     if min(row, col, rows, cols) < 0 or row + rows > shape[0] or col + cols > shape[1]:

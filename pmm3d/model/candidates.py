@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..layout import PIPE, SEQ, ULYSSES, GridShape
+from ..text import in_short
 
 PRESETS = ("ddp", "fsdp", "hsdp", "megatron")
 """Families of parallel training whose names are values of `Grid(shape=)`."""
@@ -82,14 +83,8 @@ class Candidate:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return the grid, the schedule of its pipeline, and `settings`, as one text."""
-        return " ".join(
-            [
-                str(self.grid),
-                *[self.schedule] * bool(self.schedule),
-                *(f"{key.rpartition('.')[2]}={value}" for key, value in self.settings.items()),
-            ]
-        )
+        """Return the grid, the schedule of its pipeline, and the `settings` that are not off, as one text."""
+        return " ".join(filter(None, [str(self.grid), self.schedule, in_short(self.settings)]))
 
 
 def cause_of(candidate: Candidate) -> str:

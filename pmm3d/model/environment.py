@@ -32,7 +32,7 @@ OVERLAPS_OF_ALL = ("auto", "none")
 """Overlap modes for all products of a job. Other modes are arguments of a product, because some products cannot use
 them."""
 
-OF_PROGRAMS = ("PMM3D_MPIEXEC", "PMM3D_PYTHON", "PMM3D_EMBED_LOG", "PMM3D_SCALAPACK_BELOW")
+OF_PROGRAMS = ("PMM3D_MPIEXEC", "PMM3D_PYTHON", "PMM3D_EMBED_LOG", "PMM3D_SCALAPACK_BELOW", "PMM3D_SCALAPACK_ROUTINES")
 """Variables that are no settings of a Grid: of the launcher, and of programs in C and Fortran."""
 ALIKE = 0.75
 """Least similarity of a misspelt name and a known one, without PMM3D_. Sites may set variables such as PMM3D_ROOT."""

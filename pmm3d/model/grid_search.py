@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from heapq import nsmallest
 from math import isqrt
 
-from ..layout import LOW_PRECISION, GridShape, itemsize
+from ..layout import WIDENED_DEPTH, GridShape, itemsize, multiplied_in
 from .machines import Group
 from .machines.laws import counted
 from .planning import AUTO
-from .product_actions import multiplied_in
 from .product_costs import Product, ProductCosts, Sizes3
 
 ALL_SHAPES = 128
@@ -122,7 +121,7 @@ def estimated_bytes(product: Product, dtype: str, shape: Sizes3) -> float:
     """Estimate the bytes on the fullest rank: shards, gathered blocks, partial sums and their messages."""
     (m, n, k), (x, y, z), size = product, shape, itemsize(dtype)
     a, b, c = (m / z) * (k / y), (k / y) * (n / x), (m / z) * (n / x)
-    copies = 4 * (a + b + c) if dtype in LOW_PRECISION else 0
+    copies = 4 * (c + (m / z + n / x) * min(k / y, WIDENED_DEPTH)) if multiplied_in(dtype) != dtype else 0
     return size * (a * (1 / x + (x > 1)) + b * (1 / z + (z > 1)) + c * (1 / y + 2 * (y > 1))) + copies
 
 

@@ -4,12 +4,13 @@ copies. The functions are pure and use no MPI."""
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from ..layout import Tiled, aligned, itemsize, part_range
+from ..layout import Placement, Tiled, aligned, itemsize, part_range
 from ..layout.distribution import Strided, packed, parts_met
 from ..layout.pieces import Messages, Piece, recv_blocks, send_blocks
 from .rounds import Indices, Round, Schedule, Span, Strides, Sum, WorkBuffer
@@ -34,13 +35,13 @@ def tile_move(source: Tiled, target: Tiled, rank: int, ranks: int, rounds: int =
         >>> schedule.packed[0][1].across
         Indices(start=2, stop=4, times=1, step=0)
     """
-    return RankMove(source, target, rank, ranks).schedule(rounds)
+    return RankMove([(source, target)], rank, ranks).schedule(rounds)
 
 
 class _Part(NamedTuple):
     """A piece of a packed message, by rows as they are packed.
 
-    array           number of the array of this rank's source or target
+    array           number of the buffer
     height, width   number of rows and of columns
     rows            runs of rows in the array
     cols            columns in the message, and in the array
@@ -53,23 +54,44 @@ class _Part(NamedTuple):
     cols: list[tuple[Indices, Indices]]
 
 
+Pair = tuple[Tiled, Tiled]
+"""Source and target of a matrix."""
 _Messages = list[tuple[tuple[int, ...], list[_Part]]]
 """Other ranks, and the parts of the message to each of them, or from them."""
 
 
 class RankMove:
-    """The messages of one rank in a move, before they are divided into rounds. Arguments: see `tile_move`.
+    """The messages of one rank in moves of one or several matrices, before they are divided into rounds. There is one
+    message to each rank for all matrices.
+
+    pairs            source and target of each matrix
+    rank, ranks      see `tile_move`
+    unread           numbers of the pairs whose source is not read: the target is multiplied by its factor only
 
     elements         number of elements that the rank packs and unpacks
     stays_in_place   whether no element moves if source and target are the same arrays
     """
 
-    def __init__(self, source: Tiled, target: Tiled, rank: int, ranks: int):
-        going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
-        self._inputs, self._outputs = len(source.tiles(rank)), len(target.tiles(rank))
-        self._everyone, self._by_columns = Members(range(ranks), rank), source.order == "F"
-        stays = [copy for piece in going.pop((rank,), ()) for copy in self._copies(piece)]
-        self._stays, self._leaving, self._arriving = tuple(stays), self._packed(going), self._packed(coming)
+    def __init__(self, pairs: Sequence[Pair], rank: int, ranks: int, unread: Sequence[int] = ()):
+        tiles = [[len(tiled.tiles(rank)) for tiled in pair] for pair in pairs]
+        self._inputs, self._outputs = map(sum, zip(*tiles))
+        self._everyone, stays, scaled = Members(range(ranks), rank), list[Sum](), list[Sum]()
+        leaving, arriving = list[_Messages](), list[_Messages]()
+        read, written = 0, self._inputs
+        for number, ((source, target), (inputs, outputs)) in enumerate(zip(pairs, tiles)):
+            by_columns = source.order == "F"
+            if number in unread:
+                whole = send_blocks(Placement.copies(target.shape, (rank,)), target, rank).get((rank,), ())
+                scaled += [Sum((), copy.target) for piece in whole for copy in _copies(piece, by_columns, 0, written)]
+            else:
+                going, coming = send_blocks(source, target, rank), recv_blocks(source, target, rank)
+                for piece in going.pop((rank,), ()):
+                    stays += _copies(piece, by_columns, read, written)
+                leaving.append(_packed(going, by_columns, read))
+                arriving.append(_packed(coming, by_columns, written))
+            read, written = read + inputs, written + outputs
+        self._stays, self._scaled = tuple(stays), tuple(scaled)
+        self._leaving, self._arriving = _together(leaving), _together(arriving)
         self.elements = sum([part.height * part.width for _, parts in self._leaving + self._arriving for part in parts])
         self.stays_in_place = self.elements == 0 and all(
             here[1:] == there[1:]
@@ -80,50 +102,14 @@ class RankMove:
             for (here,), there in stays
         )
 
-    def _copies(self, piece: Piece) -> list[Sum]:
-        """Return the copies of a piece that stays on the rank."""
-        rows, cols = (piece.cols, piece.rows) if self._by_columns else (piece.rows, piece.cols)
-        across = [
-            (Indices(here, here + length, times, step), Indices(there, there + length, times, step_there))
-            for here, there, length, times, step, step_there in cols
-        ]
-        target = self._inputs + piece.other
-        return [
-            Sum(
-                (Span(piece.array, here, here + length, Strides(times, step, source)),),
-                Span(target, there, there + length, Strides(times, step_there, place)),
-            )
-            for here, there, length, times, step, step_there in rows
-            for source, place in across
-        ]
-
-    def _packed(self, messages: Messages) -> _Messages:
-        """Return the parts of each message."""
-        parts_of: _Messages = []
-        for peers, pieces in messages.items():
-            parts = list[_Part]()
-            for array, (height, width), rows, cols, _ in pieces:
-                if self._by_columns:
-                    height, width, rows, cols = width, height, cols, rows
-                across = [
-                    (
-                        Indices(there, there + length, times, length if times > 1 else 0),
-                        Indices(here, here + length, times, step),
-                    )
-                    for here, there, length, times, step, _ in packed(cols, 0, width)
-                ]
-                parts.append(_Part(array, height, width, rows, across))
-            parts_of.append((peers, parts))
-        return parts_of
-
     def schedule(self, rounds: int) -> Schedule:
         """Return the schedule in this number of rounds."""
         table, messages = _Packing(self._inputs + self._outputs), bool(self._leaving or self._arriving)
-        made = [] if messages or not self._stays else [Round(copies=self._stays)]
+        made = [Round((), (), () if messages else self._stays, self._scaled)]
         for number in range(rounds if messages else 0):
             table.used = 0
-            sends, packs = table.messages(self._leaving, 0, number, rounds)
-            receives, unpacks = table.messages(self._arriving, self._inputs, number, rounds)
+            sends, packs = table.messages(self._leaving, number, rounds)
+            receives, unpacks = table.messages(self._arriving, number, rounds)
             if packs:
                 made.append(Round(copies=tuple([Sum((span,), place) for place, span in packs])))
             made += windows(self._everyone, sends, receives, () if number else self._stays)
@@ -132,6 +118,62 @@ class RankMove:
         return Schedule(
             tuple(filter(any, made)), tuple(table.work), table.most, self._inputs, self._outputs, tuple(table.packed)
         )
+
+
+def _copies(piece: Piece, by_columns: bool, source: int, target: int) -> list[Sum]:
+    """Return the copies of a piece that stays on the rank. source, target: numbers of the first buffers of both."""
+    rows, cols = (piece.cols, piece.rows) if by_columns else (piece.rows, piece.cols)
+    across = [
+        (Indices(here, here + length, times, step), Indices(there, there + length, times, step_there))
+        for here, there, length, times, step, step_there in cols
+    ]
+    return [
+        Sum(
+            (Span(source + piece.array, here, here + length, Strides(times, step, read)),),
+            Span(target + piece.other, there, there + length, Strides(times, step_there, written)),
+        )
+        for here, there, length, times, step, step_there in rows
+        for read, written in across
+    ]
+
+
+def _packed(messages: Messages, by_columns: bool, first: int) -> _Messages:
+    """Return the parts of each message. first: number of the first buffer."""
+    parts_of: _Messages = []
+    for peers, pieces in messages.items():
+        parts = list[_Part]()
+        for array, (height, width), rows, cols, _ in pieces:
+            if by_columns:
+                height, width, rows, cols = width, height, cols, rows
+            across = [
+                (
+                    Indices(there, there + length, times, length if times > 1 else 0),
+                    Indices(here, here + length, times, step),
+                )
+                for here, there, length, times, step, _ in packed(cols, 0, width)
+            ]
+            parts.append(_Part(first + array, height, width, rows, across))
+        parts_of.append((peers, parts))
+    return parts_of
+
+
+def _together(of_pairs: Sequence[_Messages]) -> _Messages:
+    """Return one message to each rank, with the parts of all pairs in their order."""
+    of_pairs = [messages for messages in of_pairs if messages]
+    if len(of_pairs) <= 1:
+        return of_pairs[0] if of_pairs else []
+    of_peer: dict[int, list[tuple[int, int]]] = {}
+    for pair, messages in enumerate(of_pairs):
+        for number, (peers, _) in enumerate(messages):
+            for peer in peers:
+                of_peer.setdefault(peer, []).append((pair, number))
+    peers_of: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
+    for peer in sorted(of_peer):  # ranks that receive the same parts share a message
+        key = tuple(of_peer[peer])
+        peers_of[key] = (*peers_of.get(key, ()), peer)
+    return [
+        (peers, [part for pair, number in key for part in of_pairs[pair][number][1]]) for key, peers in peers_of.items()
+    ]
 
 
 class _Packing:
@@ -149,11 +191,9 @@ class _Packing:
         self.most = max(self.most, self.used)
         return self._first + len(self.work) - 1
 
-    def messages(
-        self, side: _Messages, array: int, number: int, of: int
-    ) -> tuple[list[tuple[int, Span]], list[tuple[Span, Span]]]:
+    def messages(self, side: _Messages, number: int, of: int) -> tuple[list[tuple[int, Span]], list[tuple[Span, Span]]]:
         """Return (rank, span) of the messages of round `number` of `of`, and pairs of spans: in a message, and in an
-        array. Arrays are numbered from `array`."""
+        array."""
         messages, pairs = list[tuple[int, Span]](), list[tuple[Span, Span]]()
         for peers, parts in side:
             start, spans = self.used, list[Span]()
@@ -170,7 +210,7 @@ class _Packing:
                         spans[-1]
                         if one
                         else Span(buffer, there, there + length, Strides(times, length if times > 1 else 0, place)),
-                        Span(array + part.array, here, here + length, Strides(times, step, across)),
+                        Span(part.array, here, here + length, Strides(times, step, across)),
                     )
                     for here, there, length, times, step, _ in rows
                     for place, across in part.cols

@@ -21,7 +21,20 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, permutations, product
 from operator import attrgetter
 
-from ..layout import FIRST, LOW_PRECISION, Coords, GridShape, Layout, aligned, itemsize, offsets, part_range, part_sizes
+from ..layout import (
+    FIRST,
+    LOW_PRECISION,
+    WIDENED_DEPTH,
+    Coords,
+    GridShape,
+    Layout,
+    aligned,
+    itemsize,
+    multiplied_in,
+    offsets,
+    part_range,
+    part_sizes,
+)
 from .move import Move
 from .node_map import FLAT, NodeMap
 from .operand_part import OperandPart
@@ -69,6 +82,7 @@ class Operand:
 class ProductPlan:
     """One product C (m, n) = A (m, k) B on a grid.
 
+    dtype          element type of A and B, and of C unless `out_dtype` is another
     axis_roles     axes of (m, k, n)
     a, b, c        sharded dims of the operands in their native layouts: 0, 1, or -1 (whole); 0 or -1 for C
     panels         number of panels along k
@@ -79,6 +93,7 @@ class ProductPlan:
     node_maps      node maps of the axes x, y and z
     shared         for A and B: whether the shards are in memory that the ranks of a node share
     decomposed     whether rows of A are multiplied when they arrive, and rows of C sent when they are computed
+    out_dtype      element type of C and of its partial sums, if it is wider than that of A and B
     sums_in_place  whether partial sums of C are in memory that the ranks that add them share
 
         >>> plan = ProductPlan(64, 64, 64, "float64", GridShape(2, 2, 2))
@@ -104,6 +119,12 @@ class ProductPlan:
     shared: tuple[bool, bool] = (False, False)
     sums_in_place: bool = False
     decomposed: bool = False
+    out_dtype: str = ""
+
+    @property
+    def c_dtype(self) -> str:
+        """Element type of C and of its partial sums."""
+        return self.out_dtype or self.dtype
 
     @property
     def overlap(self) -> str:
@@ -164,7 +185,7 @@ class ProductPlan:
     @cached_property
     def copies(self) -> int:
         """Bytes of redistributed operands in the layouts of the plan, on the fullest rank."""
-        return sum(aligned(move.sides[1].elements * itemsize(self.dtype)) for move in self.moves)
+        return sum(aligned(move.sides[1].elements * itemsize(move.dtype)) for move in self.moves)
 
     @cached_property
     def moving(self) -> int:
@@ -292,7 +313,8 @@ class RankPlan:
     def shards(self) -> int:
         """Bytes of the shards of A, B and C."""
         own_c = self.c_counts[self.k_index] if self.plan.c == 0 else self.rows
-        return itemsize(self.plan.dtype) * (self._stored(self.a) + self._stored(self.b) + own_c * self.cols)
+        of_factors = self._stored(self.a) + self._stored(self.b)
+        return itemsize(self.plan.dtype) * of_factors + itemsize(self.plan.c_dtype) * own_c * self.cols
 
     def _stored(self, part: OperandPart) -> int:
         """Return the elements of A or B on this rank. If each node stores a whole block, this is an equal part of
@@ -321,28 +343,39 @@ class RankPlan:
         """Bytes of partial sums of C in shared memory."""
         if not self.reduces or not self.plan.sums_in_place:
             return 0
-        return aligned(self.rows * self.cols * itemsize(self.plan.dtype))
+        return aligned(self.rows * self.cols * itemsize(self.plan.c_dtype))
 
     @cached_property
     def product_work(self) -> int:
-        """Bytes of up to two panels of A and B, of partial sums of C and their reduction, and of float32 copies for low
-        precision. Partial sums in shared memory are not included."""
-        plan, size, depth, of_c = self.plan, itemsize(self.plan.dtype), self.depths[0], self.rows * self.cols
+        """Bytes of up to two panels of A and B, of partial sums of C and their reduction, and of copies in wider types.
+        Partial sums in shared memory are not included."""
+        plan, size, depth = self.plan, itemsize(self.plan.dtype), self.depths[0]
         buffered = [part.other for part in (self.a, self.b) if self.buffered(part)]
         work = min(2, plan.panels) * sum(aligned(depth * other * size) for other in buffered)
         if self.reduces and not plan.sums_in_place:
-            work += aligned(of_c * size) + aligned(self.reduction.work)
-        if plan.dtype in LOW_PRECISION:
-            widened = [of_c, self.rows * depth, depth * self.cols] if plan.gemm_copies else []
-            work += sum(aligned(4 * elements) for elements in widened + ([of_c] if plan.panels > 1 else []))
+            work += aligned(self.rows * self.cols * itemsize(plan.c_dtype)) + aligned(self.reduction.work)
+        return work + self._widened
+
+    @property
+    def _widened(self) -> int:
+        """Bytes of float32 sums of a C of low precision, and of the copies of the GEMM (`arrays/sums.py`)."""
+        plan, depth, of_c = self.plan, min(self.depths[0], WIDENED_DEPTH), self.rows * self.cols
+        low, several = plan.c_dtype in LOW_PRECISION, plan.panels > 1
+        wide = multiplied_in(plan.dtype, plan.c_dtype, plan.gemm_copies)
+        copied = wide != plan.dtype
+        work = aligned(4 * of_c) if low and (copied or several) else 0
+        if copied:
+            work += aligned(itemsize(wide) * self.rows * depth) + aligned(itemsize(wide) * depth * self.cols)
+        elif low and several and plan.gemm_copies:
+            work += aligned(2 * of_c)
         return work
 
     @cached_property
     def reduction(self) -> Volume:
         """Volume of the sum of C over the k axis."""
         if self.plan.c == 0:
-            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.dtype, self.node_maps[1])
-        return all_reduce_volume(self.rows * self.cols, self.plan.dtype, self.k_size, self.k_index, self.node_maps[1])
+            return reduce_volume(self.c_counts, self.k_index, self.cols, self.plan.c_dtype, self.node_maps[1])
+        return all_reduce_volume(self.rows * self.cols, self.plan.c_dtype, self.k_size, self.k_index, self.node_maps[1])
 
     @property
     def bytes_received(self) -> dict[str, int]:

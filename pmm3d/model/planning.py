@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..errors import LayoutError, MemoryLimitError
-from ..layout import SINGLE, GridShape, Layout, Placement
+from ..layout import SINGLE, GridShape, Layout, Placement, itemsize
 from .move import ROUND_BYTES, Move
 from .node_map import FLAT, NodeMap
 from .plan import ROLES, Operand, ProductPlan, Roles
@@ -25,6 +25,7 @@ def plan_product(
     dtype: str,
     grid: GridShape,
     *,
+    out_dtype: str = "",
     panels: int | None = None,
     max_workspace: int | None = None,
     gemm_copies: bool = True,
@@ -39,6 +40,7 @@ def plan_product(
     selected.
 
     c               None if the product may choose the layout of C
+    out_dtype       type of C, if it is wider than `dtype`, the type of A and B
     panels          number of panels along k if an operand is gathered. Default: 1
     max_workspace   limit of the bytes of work memory on a rank. More panels, and more rounds of redistributions, keep
                     this limit
@@ -63,9 +65,10 @@ def plan_product(
     if not isinstance(wanted, int) or wanted < 1:
         raise LayoutError(f"panels must be a whole number of at least 1; got {panels!r}")
     layouts = a.layout, a.order, b.layout, b.order, None if c is None else c.layout
-    elements = m * k, k * n, m * n
+    size, c_dtype = itemsize(dtype), out_dtype or dtype
+    nbytes = size * m * k, size * k * n, itemsize(c_dtype) * m * n
     roles, (a_dim, b_dim, c_dim), _ = min(
-        _assignments(*layouts, grid), key=lambda one: sum(size for size, moves in zip(elements, one[2]) if moves)
+        _assignments(*layouts, grid), key=lambda one: sum(size for size, moves in zip(nbytes, one[2]) if moves)
     )
     plan = ProductPlan(
         m,
@@ -80,6 +83,7 @@ def plan_product(
         gemm_copies=gemm_copies,
         copied=(a.needs_copy, b.needs_copy),
         node_maps=node_maps,
+        out_dtype="" if c_dtype == dtype else c_dtype,
     )
     shared = (
         _reads_in_place(a, a_dim, roles[2], plan.a_layout, grid),
@@ -90,7 +94,7 @@ def plan_product(
     if wanted > 1:
         first = plan.first
         plan = replace(plan, panels=max(1, min(wanted, first.depth)) if first.a.apart or first.b.apart else 1)
-    if moves := _moves(plan, (a, plan.a_layout), (b, plan.b_layout), (c, plan.c_layout)):
+    if moves := _moves(plan, (a, plan.a_layout, dtype), (b, plan.b_layout, dtype), (c, plan.c_layout, c_dtype)):
         plan = replace(plan, moves=moves)
         most = ROUND_BYTES if max_workspace is None else min(ROUND_BYTES, max_workspace - plan.copies)
         plan = replace(plan, rounds=max(move.rounds(most) for move in moves))
@@ -158,16 +162,16 @@ def _all_reduces(plan: ProductPlan) -> bool:
     return plan.c != 0 and getattr(plan.grid, plan.axis_roles[1]) > 1
 
 
-def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout]) -> tuple[Move, ...]:
+def _moves(plan: ProductPlan, *operands: tuple[Operand | None, Layout, str]) -> tuple[Move, ...]:
     """Return the moves of A, B and C if their layouts differ from those of the plan."""
     return tuple(
         [
             Move(
                 Placement(operand.shape, operand.layout, plan.grid, operand.order),
                 Placement(operand.shape, layout, plan.grid, operand.order),
-                plan.dtype,
+                dtype,
             )
-            for operand, layout in operands
+            for operand, layout, dtype in operands
             if operand is not None and operand.layout.on(plan.grid) != layout.on(plan.grid)
         ]
     )

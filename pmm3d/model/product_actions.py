@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..action import Action
-from ..layout import ALL, itemsize, offsets
-from .plan import RankPlan
+from ..layout import ALL, LOW_PRECISION, WIDENED_DEPTH, itemsize, multiplied_in, offsets
+from .plan import ProductPlan, RankPlan
 from .rounds import Round, Schedule, Volume, count, in_order, one_by_one
 from .schedule import gather_schedule, reduce_schedule
 
@@ -50,7 +50,7 @@ def product_actions(rank: RankPlan) -> list[Action]:
     ]
     for number in gathers:
         done.wait(number)
-    done.gemm(rank.rows, rank.cols, rank.depth, plan.dtype)
+    done.gemm(rank.rows, rank.cols, rank.depth, plan)
     done.wait(done.begin(k_axis, "reduce_scatter", "reduce C", rank.volumes[k_axis]))
     return done.actions
 
@@ -100,21 +100,25 @@ class _Actions:
             self._open.remove(number)
             self.actions.append(Action("wait", number=number))
 
-    def gemm(self, m: int, n: int, k: int, dtype: str) -> None:
-        """Add a GEMM. On the host, float16 is copied to float32 and multiplied in float32."""
+    def gemm(self, m: int, n: int, k: int, plan: ProductPlan) -> None:
+        """Add a GEMM, with the copies of `widened_gemm`."""
         if not m * n * k:
             return
-        gemm = Action("gemm", m, n, k, multiplied_in(dtype), form="nn")
-        if gemm.dtype == dtype:
-            self.actions.append(gemm)
+        dtype, c_dtype = plan.dtype, plan.c_dtype
+        wide = multiplied_in(dtype, c_dtype, plan.gemm_copies)
+        if wide == dtype:
+            self.actions.append(Action("gemm", m, n, k, dtype, form="nn"))
             return
-        widened, rounded = (Action("pass", operation="copy", nbytes=6 * elements) for elements in ((m + n) * k, m * n))
-        self.actions += [widened, gemm, rounded]
+        for start in range(0, k, WIDENED_DEPTH):
+            depth = min(WIDENED_DEPTH, k - start)
+            self._copy((m + n) * depth, dtype, wide)
+            self.actions.append(Action("gemm", m, n, depth, wide, form="nn"))
+        if c_dtype in LOW_PRECISION:
+            self._copy(m * n, wide, c_dtype)
 
-
-def multiplied_in(dtype: str) -> str:
-    """Type in which a GEMM on the host multiplies."""
-    return "float32" if dtype == "float16" else dtype
+    def _copy(self, elements: int, *dtypes: str) -> None:
+        nbytes = elements * sum(map(itemsize, dtypes))
+        self.actions.append(Action("pass", operation="copy", nbytes=nbytes))
 
 
 class _Messages:
@@ -150,8 +154,8 @@ def _decomposed(rank: RankPlan, done: _Actions) -> None:
     done.wait(gather_b)
     blocks, leaving, rest, sent = [(0, rank.rows)], list[Round](), list[Round](), list[int]()
     if rank.reduces:
-        row = size * rank.cols
-        sums = reduce_schedule(rank.c_counts, rank.k_index, rank.plan.dtype, rank.node_maps[1])
+        row = itemsize(rank.plan.c_dtype) * rank.cols
+        sums = reduce_schedule(rank.c_counts, rank.k_index, rank.plan.c_dtype, rank.node_maps[1])
         messages, (start, *rest) = _Messages(done, k_axis, "reduce_scatter", "reduce C", sums, row), sums.rounds
         leaving, blocks = one_by_one(start), in_order(start, rank.rows)
     for number, (low, high) in enumerate(blocks):
@@ -159,7 +163,7 @@ def _decomposed(rank: RankPlan, done: _Actions) -> None:
             rows = min(high, last) - max(low, first)
             if rows > 0:
                 done.wait(message)
-                done.gemm(rows, rank.cols, rank.depth, rank.plan.dtype)
+                done.gemm(rows, rank.cols, rank.depth, rank.plan)
         if number < len(leaving):
             sent.append(messages.begin([leaving[number]]))
     if rest:

@@ -10,14 +10,13 @@ from heapq import nsmallest
 from math import sqrt
 
 from ..errors import GridError
-from ..layout import GridShape, itemsize
+from ..layout import GridShape, itemsize, multiplied_in
 from ..text import counted, in_bytes
 from .candidates import LARGER, Ranking
 from .grid_search import NO_LIMIT, Estimate, estimated_bytes, least_bytes, shapes_of, shapes_up_to
 from .machines import Machine, flop_of
 from .plan import ProductPlan
 from .planning import AUTO
-from .product_actions import multiplied_in
 from .product_costs import Product, ProductCosts, Sizes3, Timed
 
 __all__ = [

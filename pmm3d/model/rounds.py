@@ -72,7 +72,8 @@ class Span(NamedTuple):
 
 class Sum(NamedTuple):
     """target = parts[0] + parts[1] + ..., in this order. A sum of one part is a copy. The target may be one of the
-    first two parts. If the target is one of the caller's outputs, the executor may also add beta times the target."""
+    first two parts. If the target is one of the caller's outputs, the executor may also multiply it by beta before,
+    and a single part by alpha. A sum of no parts is beta times the target."""
 
     parts: tuple[Span, ...]
     target: Span

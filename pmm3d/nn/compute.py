@@ -229,7 +229,7 @@ def _binds(spec: TensorSpec, a: Array, b: Array, c: Array) -> bool:
 
 def _gemm(a: Array, b: Array, c: Array, spec: TensorSpec, beta: float, tf32: bool) -> None:
     if a.shape[1] and 0 not in c.shape:
-        spec.library.gemm(a, b, c, 1, beta, spec.grid.workspace, tf32=tf32)
+        spec.library.gemm(a, b, c, 1, beta, spec.grid.workspace, tf32=tf32, rounded=True)
     elif beta == 0:
         c[...] = 0
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from ..arrays import Array
-from ..comm import Axis, Coded, Grid, Method, Pending, sum_compressed, sum_named
+from ..comm import Axis, Grid, Method, Pending, sum_compressed
 from ..layout import EXPERT_Z, is_folded
-from .feedback import feedback_of
+from .feedback import feedback_of, method_named
 from .gradient_buffer import GradientBuffer, replica_axis
 from .overlap import Overlap
 
@@ -70,9 +70,7 @@ class GradientSums:
         stages += [each for each in (tuple(together), (scatter,) * bool(scatter)) if each]
         for axes in stages[:-1]:
             self._start(self._grid.axis(axes), bucket, "reduce data", sent)
-        method = sum_named(self.compression) if self.compression else None
-        if isinstance(method, Coded) and not method.codec.shortens(sent):
-            method = None
+        method = method_named(self.compression, sent)
         self._start(self._grid.axis(stages[-1]), bucket, "reduce data", sent, bool(scatter), method)
         for buffer in bucket:
             buffer.note_last_sum(scatter)

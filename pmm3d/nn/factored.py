@@ -10,7 +10,8 @@ import numpy as np
 
 from ..arrays import Array, by_rows
 from .compute import override
-from .optimizer import BELOW_1, Batch, Optimizer, Option, Options, Parameters, is_share
+from .optimizer import Batch, Optimizer, Options, Parameters
+from .optimizer_options import BELOW_1, Option, is_share
 from .optimizer_state import LIKE_WEIGHT, Shard, StateForm
 from .parameter import Parameter
 

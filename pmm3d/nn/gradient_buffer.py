@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ..arrays import Array, add_up, library_of
-from ..comm import NOTHING, Feedback, Pending, assign, call
+from ..comm import Feedback, Pending, assign, call
 from ..errors import Pmm3dError
 from ..layout import EXPERT_DATA, FIRST, Layout, is_folded, itemsize
 from ..layout.layout import layout_of
@@ -162,12 +162,21 @@ class GradientBuffer:
     def forget_feedback(self) -> None:
         """Discard what compressed sums have not contained yet."""
         if self.feedback is not None:
-            self.feedback.holds = NOTHING
+            self.feedback.forget()
+
+    def use(self) -> None:
+        """Note that a step of an optimizer used the gradient."""
+        for each in (self, *self.apart.values()):
+            if each.feedback is not None:
+                each.feedback.commit()
 
     def forget(self) -> None:
         """Discard the gradient. Waits for sums in progress, because they write to the array."""
         if self.pending is not None and not self.failed:
             self.wait()
+        for each in (self, *self.apart.values()):
+            if each.feedback is not None and each.pending is None:
+                each.feedback.undo()
         self.failed, self.layout, self.incoming, self.is_open = False, None, None, False
         self.times_forgotten += 1
         self.queues.clear()

@@ -120,7 +120,7 @@ class Stored:
             call(self._offload._engine, self._place.end_get, array, updates=[array])
             store = self._offload.store
             if store._problem is not None and store not in store.grid.attached[Store]:
-                raise store._problem  # offload ended before a step that did not fail, so no other step will tell
+                raise Pmm3dError(store._problem.text)  # offload ended after the last step: no step raises it
         else:
             array = None if self._got is None else self._got()
             if array is None:

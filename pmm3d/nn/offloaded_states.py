@@ -118,7 +118,7 @@ class OffloadedStates:
                 if viewed:
                     views[part.parameter] = {name: self._view(part, states[name]) for name in forms}
             except OSError as error:
-                self.store._note(f"no room for states: {error.strerror or error}", "nothing is lost")
+                self.store._note(f"no room for states: {error.strerror or error}; nothing is lost")
         self.store._agree()
         return views
 
@@ -234,7 +234,7 @@ class OffloadedStates:
         names = [*forms, MASTER] if moves_master else [*forms]
         if not held.keys() >= {*names}:
             optimizer._check_forms(forms)
-            shapes = optimizer._forms_here(part, forms)
+            shapes = part.forms_here(forms)
             if moves_master:
                 shapes[MASTER] = part.shape, part.types.master
             cut = optimizer._updates_elements() and all(form[:2] == (None, None) for form in forms.values())

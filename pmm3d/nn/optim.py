@@ -25,7 +25,8 @@ from .layers import Linear
 from .learning_rate import Cosine, InverseSquareRoot, LinearDecay, Schedule, Step, WarmUpStableDecay
 from .loss_scale import LossScale
 from .module import Module
-from .optimizer import BELOW_1, FLAG, Batch, Group, Optimizer, Option, Options, Parameters, Slice, is_share
+from .optimizer import Batch, Group, Optimizer, Options, Parameters, Slice
+from .optimizer_options import BELOW_1, FLAG, Option, is_share
 from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm
 from .parameter import Parameter
 from .parameter_groups import groups_by_name

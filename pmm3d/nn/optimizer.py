@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from ..action import UPDATE
-from ..arrays import Array, dtype_named, parallel_rows
+from ..arrays import Array, parallel_rows
 from ..comm import Pending
-from ..errors import DTypeError, Pmm3dError, hint
+from ..errors import Pmm3dError
 from ..product import DistMatrix
 from .compute import computing
 from .gradient_norm import check_clip, check_finite, clipping, non_finite, norm_of
 from .low_states import CODING, LEAST, LOW_STATES, StateMatrix, check_states, store
 from .module import Module
 from .offloaded_states import OffloadedStates
+from .optimizer_options import COMMON, Option, check_known, check_parameters
 from .optimizer_state import LIKE_WEIGHT, Part, Shard, StateForm, note_memory, replica_axis, state_name
 from .parameter import Parameter
 from .store import Store, agree_on_stores
@@ -35,68 +36,6 @@ Slice = tuple[Array, Array, Sequence[Array], Options]
 """Arguments of `Optimizer.update`."""
 SHARDED = "states", "gradients"
 """Arrays that can be sharded over data: states (ZeRO-1) and gradients (ZeRO-2)."""
-
-
-class Option(NamedTuple):
-    """Default and values of an option of an optimizer, for `Optimizer.defaults`.
-
-    Parameters
-    ----------
-    default : object
-        Value in a program, if the option is left out.
-    needed : str
-        The possible values, for errors and for the documentation: "a number of at least 0".
-    fits : callable
-        Whether a value is possible. Default: all are.
-    meaning : str
-        Meaning of the option, for the documentation of a configuration.
-    configured : object or None
-        Value in a configuration, if the option is left out. Default: `default`.
-
-    Examples
-    --------
-    >>> from pmm3d.nn.optim import Option
-    >>> beta = Option(0.9, "a number of at least 0 and below 1", lambda value: 0 <= value < 1)
-    >>> beta.problem("beta", 0.5), beta.problem("beta", 2)
-    ('', 'beta = 2: needed is a number of at least 0 and below 1')
-    """
-
-    default: Any
-    needed: str
-    fits: Callable[[Any], bool] = lambda value: True
-    meaning: str = ""
-    configured: Any = None
-
-    def problem(self, name: str, value: Any) -> str:
-        """Sentence about a value that is not possible, or ""."""
-        try:
-            fits = self.fits(value)
-        except (TypeError, ValueError):
-            fits = False
-        return "" if fits else f"{name} = {value!r}: needed is {self.needed}"
-
-    @property
-    def in_configuration(self) -> Any:
-        """Default in a configuration."""
-        return self.default if self.configured is None else self.configured
-
-
-def _not_negative(value: Any) -> bool:
-    return bool(0 <= value < inf)
-
-
-def is_share(value: Any) -> bool:
-    return bool(0 <= value < 1)
-
-
-BELOW_1 = "a number of at least 0 and below 1"
-FLAG = Option(False, "True or False", (False, True).__contains__)
-COMMON: dict[str, Any] = {
-    "lr": Option(None, "a number of at least 0", _not_negative),
-    "weight_decay": Option(0.0, "a number of at least 0", _not_negative),
-    "decay_vectors": FLAG._replace(default=True),
-}
-"""Options of all optimizers."""
 
 
 class Optimizer:
@@ -200,7 +139,7 @@ class Optimizer:
             "decay_vectors": decay_vectors,
             **options,
         }
-        self._check_known("", self._options_given, [*COMMON, *self.defaults, "shard_over_data", "states"])
+        check_known(type(self).__name__, self._options_given, [*COMMON, *self.defaults, "shard_over_data", "states"])
         grouped = given and all(isinstance(each, Mapping) for each in given)
         self.groups: list[Group] = [dict(each) for each in given] if grouped else [{"params": given}]
         self.steps, self.steps_without_grad, self._noted = 0, Counter[Parameter](), 0
@@ -256,7 +195,7 @@ class Optimizer:
     def _take_groups(self) -> None:
         """Check the groups, fill in their options, and prepare the parameters that are new."""
         for group in self.groups:
-            self._check_known(", in a group of parameters", group, ["params", *COMMON, *self.defaults])
+            check_known(f"{type(self).__name__}, in a group of parameters", group, ["params", *COMMON, *self.defaults])
             group.update({**self._options_given, **group, "params": list(group.get("params", ()))})
             self.check_options(group)
         parameters, had = [each for group in self.groups for each in group["params"]], set(self._parameters)
@@ -272,39 +211,9 @@ class Optimizer:
                 buffer.split_over = replica_axis(parameter.layout) if self._splits(parameter) else ""
                 buffer.scattered = self._splits(parameter) and self._sharded == "gradients"
 
-    def _check_known(self, where: str, given: Iterable[str], known: Sequence[str]) -> None:
-        """Raise Pmm3dError for unknown options."""
-        if unknown := [f"unknown option {name}{hint(name, known)}" for name in given if name not in known]:
-            raise Pmm3dError(f"{type(self).__name__}{where}: {'; '.join(unknown)}")
-
     def _check_parameters(self, parameters: Sequence[Parameter]) -> None:
         name = type(self).__name__
-        if not parameters:
-            raise Pmm3dError(f"{name} has no parameters: pass net.parameters()")
-        for parameter in parameters:
-            if not isinstance(parameter, Parameter):
-                raise Pmm3dError(
-                    f'{name}: parameters, or groups of them ({{"params": [...]}}), are needed; got a '
-                    f"{type(parameter).__name__}"
-                )
-        parameter, times = Counter(parameters).most_common(1)[0]
-        if times > 1:
-            raise Pmm3dError(
-                f"{name}: the parameter {parameter.name} is given {times} times: pass it once, in one group"
-            )
-        if lost := [each.name for each in self._parameters if each not in {*parameters}]:
-            raise Pmm3dError(
-                f"{name}: groups lack {', '.join(lost)}, which they had. To stop the training of a "
-                "parameter, call its requires_grad_(False)"
-            )
-        if others := [each.name for each in parameters if each.grid is not parameters[0].grid]:
-            raise Pmm3dError(
-                f"{name}: {', '.join(others)} is on another Grid than {parameters[0].name}: make an optimizer for each "
-                "grid"
-            )
-        if self.needs_real and (others := [each.name for each in parameters if each.dtype.startswith("complex")]):
-            text = f"{name}: {', '.join(others)} is complex, and {name} needs real parameters"
-            raise DTypeError(f"{text}: give complex parameters an optimizer of their own, such as SGD")
+        check_parameters(name, parameters, self._parameters, self.needs_real)
         check_states(name, self._low, self._updates_elements(), parameters)
 
     def check_options(self, options: Options) -> None:
@@ -373,6 +282,7 @@ class Optimizer:
             for gather in gathers:
                 gather.wait()
         for parameter in filled:
+            parameter.grad_buffer.use()
             if parameter.master is not None:
                 parameter._note_rounded()
         if len(self._state) != self._noted:
@@ -739,7 +649,7 @@ class Optimizer:
             return self._offloaded.arrays(part, forms)
         if not forms.keys() <= held.keys():  # also if an option such as momentum was switched on later
             self._check_forms(forms)
-            for name, (shape, dtype) in self._forms_here(part, forms).items():
+            for name, (shape, dtype) in part.forms_here(forms).items():
                 if name in held:
                     continue
                 parameter.has_state = True
@@ -751,15 +661,6 @@ class Optimizer:
                         held[name] = parameter.library.empty(shape, dtype)
                     held[name][...] = 0
         return held if [*held] == [*forms] else {name: held[name] for name in forms}
-
-    def _forms_here(self, part: Part, forms: Mapping[str, StateForm]) -> dict[str, tuple[tuple[int, int], str]]:
-        """Name -> (shape, type) of this rank's part of a state."""
-        made = dict[str, tuple[tuple[int, int], str]]()
-        for name, form in forms.items():
-            shape, layout = form.shape(part.parameter.shape), form.layout(part.layout)
-            dtype = dtype_named(form.dtype) if form.dtype else part.types.master
-            made[name] = layout.box(shape, self.grid.shape, self.grid.coords).shape, dtype
-        return made
 
     def _check_forms(self, forms: Mapping[str, StateForm]) -> None:
         """Raise Pmm3dError if `state_forms` does not fit the class."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ..arrays import Array
+from ..arrays import Array, dtype_named
 from ..arrays.numpy_library import DEVICE_ELEMENTS
 from ..comm import Grid, Pending
 from ..errors import Pmm3dError
@@ -147,6 +147,15 @@ class Part:
             self._counts, index = buffer.counts(self._axis), grid.axis(self._axis).index
             self._own = slice(*offsets(self._counts)[index : index + 2])
             self._within = box.within(parameter.box)
+
+    def forms_here(self, forms: Mapping[str, StateForm]) -> dict[str, tuple[tuple[int, int], str]]:
+        """Name -> (shape, type) of this rank's part of a state."""
+        made, grid = dict[str, tuple[tuple[int, int], str]](), self.parameter.grid
+        for name, form in forms.items():
+            shape, layout = form.shape(self.parameter.shape), form.layout(self.layout)
+            dtype = dtype_named(form.dtype) if form.dtype else self.types.master
+            made[name] = layout.box(shape, grid.shape, grid.coords).shape, dtype
+        return made
 
     def gradient(self, copied: bool = False) -> Array:
         """This rank's part of the summed gradient as a flat array, or a copy of it, without waiting. Collective if the

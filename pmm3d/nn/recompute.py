@@ -74,6 +74,11 @@ class Recompute(Module):
     module : Module
         The part. Names of its parameters do not change.
 
+    Raises
+    ------
+    Pmm3dError
+        On every rank, in a forward pass: if the part contains a network with a number of bytes as `recompute`.
+
     Notes
     -----
     This is activation checkpointing (Chen et al. 2016). Dropout uses the same masks in both passes.

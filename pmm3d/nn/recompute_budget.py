@@ -60,7 +60,7 @@ class Budget:
 
     nbytes   the limit
     groups   all layers of the network, in order
-    chosen   the choice of the last forward pass in words, or ""
+    chosen   the choice of the last forward pass in words, or "". Of a pipeline: for the stages of this rank
 
     The choice depends only on the network and on shapes, layouts and types of the inputs. It is made in a dry run of
     the first rank, which has the largest shards, so all ranks choose the same and send nothing.
@@ -75,10 +75,16 @@ class Budget:
     def layers(self, network: Sequential, inputs: Sequence[Tensor]) -> Layers:
         """Return what the forward pass of a network calls for these inputs: layers, or parts that recompute them.
 
-        Raises Pmm3dError, on every rank, if no choice fits.
+        Raises Pmm3dError, on every rank, if no choice fits, and inside a part that is itself computed again.
         """
-        if not (tape := inputs[0].tape).recording or tape.first_pass is not None:
+        if not (tape := inputs[0].tape).recording:
             return network.layers
+        if tape.first_pass is not None or tape.tile is not None:
+            raise _everywhere(
+                "recompute: a network with a number of bytes is inside of nn.Recompute, nn.Tiled, or a network with "
+                "another number. Those parts are computed again, and keep no arrays that it could limit. Leave "
+                "recompute out in the inner network"
+            )
         facts = tuple((Facts.of(x), x.requires_grad) for x in inputs)
         modes = tuple(module.training for _, module in network.named_modules())
         trained = tuple(each.requires_grad for each in network.parameters())
@@ -93,37 +99,41 @@ class Budget:
         """Return what `make` returned for this key and the tape's `forms`. Raises Pmm3dError, on every rank, if saved
         arrays are offloaded."""
         if isinstance(tape.pack, Offload):
-            error = Pmm3dError(
+            raise _everywhere(
                 "recompute: a number of bytes limits saved arrays in memory, and nn.offload moves them to a store. Use "
                 'recompute="none" or "full" with offload of activations, or a number of bytes without it'
             )
-            error.everywhere = True
-            raise error
-        key = key, tape.forms
+        key = key, tape.forms, tape.parallel.overlap.regather_inputs
         if key not in self._made:
-            made = make()
+            found = make(), self.chosen
             if len(self._made) == REMEMBERED:
                 self._made.clear()
-            self._made[key] = made
-        return self._made[key]
+            self._made[key] = found
+        made, self.chosen = self._made[key]
+        return made
 
     def choice(self, chains: Sequence[Chain], inputs: Sequence[Any], grid: Grid, of: str = "") -> Choice:
         """Return the cheapest choice that fits. Its first rank logs it. of: whose choice it is, for the log. Raises
         Pmm3dError, without a message between ranks, if there is none."""
         found = choose(chains, self.nbytes)
         if found is None:
-            error = Pmm3dError(
+            raise _everywhere(  # all ranks compute the same choice
                 f"recompute: the backward pass needs at least {least_peak(chains):,} bytes a rank for inputs of "
                 f"{' and '.join(f'{x.shape[0]} x {x.shape[1]}' for x in inputs)}, and the budget is {self.nbytes:,} "
                 "bytes. Use a larger budget, smaller batches or more micro-batches, more ranks along the axes that "
                 'split the rows, or activations="sharded"'
             )
-            error.everywhere = True  # all ranks compute the same choice
-            raise error
         self.chosen = in_words(chains, found, self.nbytes)
         if grid.rank == 0 and grid.dry_run is None:
             logger.info("recompute%s: %s", of, self.chosen)
         return found
+
+
+def _everywhere(text: str) -> Pmm3dError:
+    """Return an error that all ranks raise without a message."""
+    error = Pmm3dError(text)
+    error.everywhere = True
+    return error
 
 
 class Chosen:
@@ -202,7 +212,8 @@ def operations_of(
         copy: Any = network._without_data(dry)
         run, tape = dry.dry_run, Tape.of(dry)
         assert run is not None
-        tape.parallel.overlap, tape.parallel.weights.budget = Overlap.none(), 0
+        regathers = Tape.of(grid).parallel.overlap.regather_inputs
+        tape.parallel.overlap, tape.parallel.weights.budget = Overlap.none(regather_inputs=regathers), 0
         tape.forms = None if forms is None else Forms(dry, forms.patterns)
         for own, parameter in zip(copy.parameters(), network.parameters()):
             own.node = own.node if parameter.requires_grad else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, finalize
 
 from ..arrays import Array, NumpyLibrary, library_of
@@ -15,6 +15,13 @@ from .tape import Tape
 
 REMEDY = "Free space in the folder of the store, or name another one"
 LOST = "arrays are lost, so go back to a checkpoint"
+
+
+class Problem(NamedTuple):
+    """A problem of a store. is_loss: whether arrays are lost."""
+
+    text: str
+    is_loss: bool
 
 
 class Store:
@@ -65,7 +72,7 @@ class Store:
 
     def __init__(self, grid: Grid, folder: str | os.PathLike[str] = "", library: str | NumpyLibrary | None = None):
         self.grid, self.folder = grid, os.fspath(folder)
-        self._problem: Pmm3dError | None = None
+        self._problem: Problem | None = None
         self._slots = Slots()
         try:
             with grid.parent.collective_call("Store", bool(self.folder), always=True):
@@ -123,13 +130,15 @@ class Store:
         try:
             return Place(self, self._slots.slot(nbytes))
         except OSError as error:
-            self._note(f"no room for {nbytes:,} more bytes: {error.strerror or error}", "nothing is lost")
+            self._note(f"no room for {nbytes:,} more bytes: {error.strerror or error}; nothing is lost")
             return None
 
-    def _note(self, what: str, lost: str) -> None:
-        """Note a problem for `_agree`. lost: what it means for the arrays."""
+    def _note(self, what: str, is_loss: bool = False) -> None:
+        """Note a problem for `_agree`. is_loss: whether arrays are lost."""
         where = f"in {self.folder}" if self.folder else "of host memory"
-        self._problem = self._problem or Pmm3dError(f"the store {where} has failed: {what}; {lost}. {REMEDY}")
+        if self._problem is None or (is_loss and not self._problem.is_loss):
+            text = f"the store {where} has failed: {what}{f'; {LOST}' * is_loss}. {REMEDY}"
+            self._problem = Problem(text, is_loss)
 
     def _agree(self, what: str = "no weight was changed") -> None:
         """Raise the first problem on every rank, once. Collective over all stages. what: consequence for the step.
@@ -141,14 +150,14 @@ class Store:
             self._slots.check()
         except OSError as error:
             self._problem = None  # it is a consequence
-            self._note(str(error.strerror), f"its {LOST}")
+            self._note(str(error.strerror), True)
         problem, self._problem = self._problem, None
         try:
             with self.grid.parent.collective_call("offload", what, always=True):
                 if problem is not None:
-                    raise Pmm3dError(f"{problem}. In this step {what}")
-        except Pmm3dError as error:
-            if LOST in str(error):
+                    raise Pmm3dError(f"{problem.text}. In this step {what}")
+        except Pmm3dError:
+            if self.grid.parent.comm.largest(problem is not None and problem.is_loss):
                 for buffer in [
                     each.grad_buffer for of in self.grid.attached.get(note_memory, ()) for each in of._held()
                 ]:
@@ -191,7 +200,7 @@ class Place:
         """Wait for `begin_put`. After an error, keep a copy of the array."""
         if (error := self._wait()) is not None:
             self.kept = library_of(array).copy(array)
-            self.store._note(str(error), "the arrays are still in memory")
+            self.store._note(f"{error}; the arrays are still in memory")
 
     def begin_get(self, array: Array) -> None:
         """Begin to fill an array from the place."""
@@ -203,7 +212,7 @@ class Place:
         """Wait for `begin_get`. After an error, the array is zero, and the step will fail."""
         error, value = self._wait(), self.kept
         if error is not None:
-            self.store._note(str(error), LOST)
+            self.store._note(str(error), True)
             value = 0
         if value is not None:
             array[...] = value

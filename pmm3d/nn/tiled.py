@@ -55,6 +55,12 @@ class CurrentTile:
             for start, stop, row in pieces_of(self._whole, self._rows, self._tile, box, self._grid)
         ]
 
+    def put(self, made: Tensor, whole: Array) -> None:
+        """Copy the tile's rows of a result, of this layout of rows, to their places in a shard of all rows."""
+        tile = self._tile
+        rows = relayout(made, _with_rows(made.layout, tile.layout)).shard
+        assign(made.grid.engine, whole[tile.start : tile.stop], rows)
+
     def refuse(self, what: str) -> NoReturn:
         raise LayoutError(
             f"Tiled: {what} depends on other rows than its own, and a tile has a few rows only. Use Tiled for parts "
@@ -79,7 +85,7 @@ class Tiled(Recompute):
         On every rank: if the module returns another number of rows, or contains attention, positions, a `Router` or
         another `Tiled`; for ragged rows; and for unequal parts of rows that no layout describes.
     Pmm3dError
-        For other `rows`, and if the module returns several tensors.
+        For other `rows`, if the module returns several tensors, and if it has a number of bytes as `recompute`.
 
     Notes
     -----
@@ -339,6 +345,7 @@ class TiledLogits(Tensor):
 
     def __init__(self, head: TiledHead, x: Tensor):
         self._head, self._x, self._recorded, self.grad = head, x, x.tape.recording, None
+        self._largest: Tensor | None = None
         self.spec = spec = spec_of_result(x.spec, head.last.weight, head.last.activations)
         self.grid, self.layout, self.shape, self.dtype = spec.grid, spec.layout, spec.shape, spec.dtype
         self.library, self.tape = spec.library, x.tape
@@ -385,16 +392,27 @@ class TiledLogits(Tensor):
         given = as_tensor(labels).value
         own = DistMatrix(self.grid, given.local, given.shape, given.layout)
         own.labels_below, module = self.shape[1], self._head.module
+        recording = self._recorded and self.tape.recording
+        rows = _with_rows(Layout(), self._x.layout)
+        largest = None if recording else self._x.spec.typed("int64").like((self.shape[0], 1), rows)
+        found = None if largest is None else largest.new()
 
         def of_tile(x: Tensor, labels: Tensor) -> Tensor:  # it must not hold the input of all rows
-            return losses.cross_entropy(module(x), labels, "none", ignored, class_weights, label_smoothing)
+            logits = module(x)
+            if found is not None and (tile := x.tape.tile) is not None:  # an evaluation also needs the accuracy
+                tile.put(argmax(logits, 1), found)
+            return losses.cross_entropy(logits, labels, "none", ignored, class_weights, label_smoothing)
 
-        with self.tape.set(recording=self._recorded and self.tape.recording):
+        with self.tape.set(recording=recording):
             terms = relayout(self._head._by_tiles(of_tile, self._x, Tensor(own)), layout_of_rows(self))
+        if largest is not None:
+            self._largest = Tensor(largest.matrix(found))
         return terms if reduction == "none" else losses.reduced(terms, labels, reduction, ignored, class_weights)
 
     def first_largest(self) -> Tensor:
-        """Column of the largest logit of each row, (m, 1) int64, in the layout of the logits' rows."""
+        """Column of the largest logit of each row, (m, 1) int64, in the layout of the logits' rows. If there was a loss
+        of these logits without a backward pass, nothing is computed again."""
         with self.tape.set(recording=False):
-            found = self._head._by_tiles(lambda x: argmax(self._head.module(x), 1), self._x)
-            return relayout(found, layout_of_rows(self))
+            if self._largest is None:
+                self._largest = self._head._by_tiles(lambda x: argmax(self._head.module(x), 1), self._x)
+            return relayout(self._largest, layout_of_rows(self))

@@ -7,23 +7,25 @@ from .matmul_plan import MatmulPlan, matmul
 from .matrix import DistMatrix
 
 if TYPE_CHECKING:  # imported at first use
+    from .batch import matmul_batched
     from .blacs import BlacsContext, Descriptor
     from .orthogonal import matrix_sign, newton_schulz, polar
     from .pblas import PgemmPlan, pgemm
-    from .rank_k import herk, syrk
-    from .redistribution import Redistribution, pgemr2d
+    from .redistribution import Redistribution
+    from .transposes import pgeadd, pgemr2d, ptran, ptranc, ptranu
 
 _LATER = {
+    "batch": ("matmul_batched",),
     "blacs": ("BlacsContext", "Descriptor"),
     "orthogonal": ("matrix_sign", "newton_schulz", "polar"),
     "pblas": ("PgemmPlan", "pgemm"),
-    "rank_k": ("herk", "syrk"),
-    "redistribution": ("Redistribution", "pgemr2d"),
+    "redistribution": ("Redistribution",),
+    "transposes": ("pgeadd", "pgemr2d", "ptran", "ptranc", "ptranu"),
 }  # fmt: skip
 
 __all__ = [
-    "BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "herk", "matmul",
-    "matrix_sign", "newton_schulz", "pgemm", "pgemr2d", "polar", "syrk",
+    "BlacsContext", "Descriptor", "DistMatrix", "MatmulPlan", "PgemmPlan", "Redistribution", "matmul", "matmul_batched",
+    "matrix_sign", "newton_schulz", "pgeadd", "pgemm", "pgemr2d", "polar", "ptran", "ptranc", "ptranu",
 ]  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from .checks import (
     check_order,
     check_replicas,
     check_root,
+    check_uncopied,
     collective_call,
     digest_of,
     passed_contents,
@@ -165,15 +166,16 @@ class ArrayIO(StoredMatrix):
         order : str
             "C" or "F": see `DistMatrix.empty`.
         copy : bool or None
-            False uses the memory of `local`, or raises LayoutError if a copy is needed, as numpy.asarray does. True
-            copies. Default: copy only if needed.
+            False uses the memory of `local`, or raises LayoutError on every rank if a copy is needed on one, as
+            numpy.asarray does. True copies. Default: copy only if needed.
 
         Returns
         -------
         DistMatrix
-            The matrix. It uses the memory of `local` if this array is contiguous in that order. A copy is made of other
-            strides, of another byte order, and of a lazy conjugate of torch. Results that are written to the matrix, as
-            by `matmul(a, b, out=c)`, do not reach `local` then: pass `copy=False` for an `out`.
+            The matrix. It uses the memory of `local` if this array is contiguous in that order: `order="F"` for a
+            Fortran array. A copy is made of other strides, of another byte order, and of a lazy conjugate of torch.
+            Results that are written to the matrix, as by `matmul(a, b, out=c)`, do not reach `local` then: pass
+            `copy=False` for an `out`.
 
         Raises
         ------
@@ -201,6 +203,8 @@ class ArrayIO(StoredMatrix):
         local = exchanged(grid, local)
 
         def values(library: NumpyLibrary, box: Box, dtype: str) -> Array:
+            if copy is not None and not isinstance(copy, bool):
+                raise LayoutError(f"DistMatrix.from_local: copy is True, False or None; got {copy!r}")
             if tuple(local.shape) != box.shape:
                 rows, cols = shape
                 raise LayoutError(
@@ -208,14 +212,8 @@ class ArrayIO(StoredMatrix):
                     f"{rows} x {cols} matrix in {layout} on grid {grid.shape} is {box.shape[0]} x "
                     f"{box.shape[1]}"
                 )
-            stored = flipped(local, order)
-            theirs = library_of(local)
-            if copy is False and not (theirs.is_contiguous(stored) and theirs.as_stored(stored)):
-                raise LayoutError(
-                    f"DistMatrix.from_local: copy=False, and the shard here is no array of native "
-                    f"elements that is contiguous by {'rows' if order == 'C' else 'columns'}, "
-                    f"order={order!r}. Pass the order of the array, or leave copy out"
-                )
+            if copy is False:
+                check_uncopied("DistMatrix.from_local", library_of(local), local, order)
             return library.copy(local) if copy else local
 
         source = lambda: array_source(grid, local, values)._replace(shape=shape, as_stored=True)
@@ -402,6 +400,11 @@ class ArrayIO(StoredMatrix):
         The capsule refers to the memory of the shard. That of a conjugated view (`.H` of a complex matrix) refers to a
         copy.
         """
+        if self.conjugated and options.get("copy") is False:
+            raise BufferError(
+                "copy=False: the shard of a conjugated view (.H) is a copy. Take that of the matrix that it is a view "
+                "of, or of redistribute(layout)"
+            )
         return self.local.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:

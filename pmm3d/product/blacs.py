@@ -18,6 +18,7 @@ from ..comm import Auto, Compared, Grid, check_communicator, leaves_in_order
 from ..errors import GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, naturals, whole_number
 from ..layout.pieces import elements, send_blocks
+from .tiles import MoveCache
 
 DENSE = 1
 """DTYPE_ of a dense matrix: the first entry of its descriptor. The second entry is the BLACS context."""
@@ -261,6 +262,48 @@ class BlacsContext:
         for plan in self._alive():
             if plan not in self._under_way:
                 plan._unbind()
+
+    def trim(self) -> None:
+        """Free the cached plans, and the work memory of the context. Collective.
+
+        Routines for DistMatrices, such as `cholesky`, have a context of their own on each grid. On the grid of this
+        context, it is trimmed too.
+
+        The next product plans again. A PgemmPlan remains valid: it takes new memory in its next call. Work memory of a
+        MatmulPlan on `context.grid` is kept. The grids of products are kept until the context is closed.
+
+        Raises
+        ------
+        GridError
+            If a product is under way, or if the context is closed.
+
+        Examples
+        --------
+        >>> from pmm3d import BlacsContext, pgemm
+        >>> with BlacsContext(shape=(1, 1)) as context:
+        ...     square = context.descriptor(3, 3, 2, 2)
+        ...     a, c = square.empty(), square.empty()
+        ...     a[...] = 1
+        ...     pgemm("N", "N", 3, 3, 3, 1, a, 1, 1, square, a, 1, 1, square, 0, c, 1, 1, square)
+        ...     context.trim()
+        ...     len(context.plans)
+        0
+        """
+        with self.grid.collective_call("BlacsContext.trim"):
+            self._check_open()
+            if self._under_way:
+                raise GridError("BlacsContext.trim: a product is under way: wait for it first")
+        while self.plans:
+            self.plans.popitem()[1]._end()
+        self._table_bytes = 0
+        self._forget_memory()
+        for grid in (self.grid, *self._grids.values()):
+            grid.engine.free_dropped()
+            grid.attached.pop(MoveCache, None)
+            grid.workspace.clear()
+        own = self.grid.attached.get(BlacsContext)
+        if own not in (None, self) and not own.closed:
+            own.trim()
 
     def _make_room(self, nbytes: int) -> None:
         """Close MatmulPlans of the least recently used cached plans, until one with this work memory may be made."""

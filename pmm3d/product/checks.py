@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from numbers import Complex, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, check_output, dtype_named, library_of
+from ..arrays import Array, NumpyLibrary, check_output, dtype_named, library_of
 from ..comm import Grid, gather_small
 from ..errors import DisagreementError, DTypeError, GridError, LayoutError, Pmm3dError
-from ..layout import MATRIX_DTYPES, Layout, check_same_dtype, natural, whole_number
+from ..layout import MATRIX_DTYPES, Layout, check_product_dtypes, natural, whole_number
 from ..model.plan import BY_COLUMNS, BY_ROWS
 from ..model.planning import OVERLAPS
 from .stored import StoredMatrix
@@ -27,6 +27,16 @@ def collective_call(grid: Grid, what: str, *arguments: Any) -> AbstractContextMa
     if not isinstance(grid, Grid):
         raise GridError(f"{what}: the first argument is a pmm3d.Grid; got {grid!r}")
     return grid.collective_call(what, *arguments)
+
+
+@contextmanager
+def named(what: str) -> Iterator[None]:
+    """Put the name of an operation before the texts of errors of checks that do not know it."""
+    try:
+        yield
+    except Pmm3dError as error:
+        error.args = (f"{what}: {error.args[0]}", *error.args[1:])
+        raise
 
 
 def signature_of(matrix: Any) -> Any:
@@ -109,9 +119,9 @@ def digest_of(*arrays: Any) -> int:
 
 
 def compared_dtype(dtype: Any) -> Any:
-    """Name of an element type, or the argument itself if it is not an element type. Never raises."""
+    """Name of an element type, or the argument itself if it is None or not an element type. Never raises."""
     try:
-        return dtype_named(dtype)
+        return None if dtype is None else dtype_named(dtype)
     except DTypeError:
         return dtype
 
@@ -129,6 +139,23 @@ def check_order(order: Any, shared: bool = False) -> None:
         )
 
 
+def check_uncopied(what: str, library: NumpyLibrary, array: Array, order: str) -> None:
+    """Raise LayoutError if a shard of this order needs a copy of the array."""
+    contiguous = {each: library.is_contiguous(array if each == BY_ROWS else array.T) for each in (BY_ROWS, BY_COLUMNS)}
+    if not library.as_stored(array):
+        problem = "has another byte order, is a field of packed records, or is a lazy conjugate of torch"
+        remedy = "Convert it to plain elements"
+    elif contiguous[order]:
+        return
+    elif any(contiguous.values()):
+        other = BY_COLUMNS if order == BY_ROWS else BY_ROWS
+        problem = f"is stored by {'columns' if order == BY_ROWS else 'rows'}, and order={order!r} stores shards by "
+        problem, remedy = problem + ("rows" if order == BY_ROWS else "columns"), f'Pass order="{other}"'
+    else:
+        problem, remedy = "has gaps between its rows and its columns", "Pass an array without gaps"
+    raise LayoutError(f"{what}: copy=False, and the array here {problem}. {remedy}, or leave copy out for a copy")
+
+
 def check_root(what: str, root: Any, grid: Grid) -> None:
     """Raise GridError if root is not a rank of the grid."""
     with suppress(TypeError):
@@ -137,12 +164,12 @@ def check_root(what: str, root: Any, grid: Grid) -> None:
     raise GridError(f"{what}: root {root!r} is not a rank of {grid.size}")
 
 
-def grid_of(a: Any, b: Any) -> Grid:
-    """Grid of the first operand of `matmul` that is a matrix."""
+def grid_of(a: Any, b: Any, what: str = "matmul") -> Grid:
+    """Grid of the first operand of a product that is a matrix."""
     for matrix in (a, b):
         if isinstance(matrix, StoredMatrix):
             return matrix.grid
-    raise Pmm3dError(no_matrix("a", a))
+    raise Pmm3dError(no_matrix("a", a, what))
 
 
 def check_arrays(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, what: str = "matmul") -> None:
@@ -153,13 +180,15 @@ def check_arrays(a: StoredMatrix, b: StoredMatrix, out: StoredMatrix | None, wha
         check_out(what, out, a, b)
 
 
-def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul") -> None:
-    """Raise an error if the matrices of `matmul`, or of another product, are invalid."""
+def check_operands(a: Any, b: Any, out: Any, beta: complex, what: str = "matmul", wide: bool = False) -> None:
+    """Raise an error if the matrices of `matmul`, or of another product, are invalid. wide: whether `out` may have a
+    wider type than A and B."""
     given = {"a": a, "b": b} if out is None else {"a": a, "b": b, "out": out}
     for name, matrix in given.items():
         check_on_grid(a, name, matrix, what, "a is")
-    a.grid.transport.check_place(a.library, *(matrix.memory for matrix in given.values()))
-    check_same_dtype(a.dtype, b.dtype, None if out is None else out.dtype)
+    with named(what):
+        a.grid.transport.check_place(a.library, *(matrix.memory for matrix in given.values()))
+        check_product_dtypes(a.dtype, b.dtype, None if out is None else out.dtype, wide)
     if a.dtype not in MATRIX_DTYPES:
         raise DTypeError(
             f"{what}: A and B are {a.dtype}, which holds labels; products are of numbers of the types "
@@ -186,7 +215,7 @@ def check_on_grid(a: StoredMatrix, name: str, matrix: Any, what: str, described:
         raise Pmm3dError(no_matrix(name, matrix, what))
     if matrix.grid is not a.grid:
         raise GridError(
-            f"{described} on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); bring it "
+            f"{what}: {described} on grid {a.grid.shape}, {name} on another Grid ({matrix.grid.shape}); bring it "
             f"over with {name}.redistribute(layout, grid), or pmm3d_redistribute"
         )
 
@@ -199,6 +228,33 @@ def check_out(what: str, out: StoredMatrix, *sources: StoredMatrix, name: str = 
             "that it is a view of, or to redistribute(layout), which is a copy"
         )
     check_output(out.library, what, out._stored, *(source.memory for source in sources), name=name, strided=True)
+
+
+def check_not_partial(what: str, *operands: Any) -> None:
+    """Raise LayoutError for partial sums, which `matmul` sums before a product."""
+    for name, matrix in zip("ab", operands):
+        if isinstance(matrix, StoredMatrix) and matrix.layout.on(matrix.grid.shape).sums:
+            raise LayoutError(
+                f"{what}: {name} is of partial sums, {matrix.layout}. Pass their sum, "
+                f"{name}.redistribute({name}.layout.summed), or use matmul in each call"
+            )
+
+
+def check_form(what: str, name: str, matrix: Any, planned: StoredMatrix) -> None:
+    """Raise an error if a plan that was made for `planned` cannot read or write `matrix`."""
+    check_on_grid(planned, name, matrix, what, "the plan is")
+    alike = matrix.order == planned.order and matrix.conjugated == planned.conjugated
+    alike = alike and (matrix.shape, matrix.dtype, matrix.shared) == (planned.shape, planned.dtype, planned.shared)
+    if not alike or matrix.library != planned.library or not matrix.has_layout(planned.layout):
+        raise LayoutError(
+            f"{what}: {name} is {_form_of(matrix)}; the plan was made for {_form_of(planned)}. Pass a matrix of this "
+            "form, or make another plan"
+        )
+
+
+def _form_of(matrix: StoredMatrix) -> str:
+    of_memory = f", in memory shared over {matrix.shared}" if matrix.shared else ""
+    return f'{matrix}, order="{matrix.order}"' + ", a conjugated view" * matrix.conjugated + of_memory
 
 
 def check_target(matrix: StoredMatrix, layout: Layout, grid: Any, out: Any) -> None:
@@ -252,7 +308,7 @@ def check_numbers(what: str, matrix: StoredMatrix) -> None:
 
 def check_alike(what: str, a: StoredMatrix, b: Any, shape: tuple[int, int] | None = None, name: str = "B") -> None:
     """Raise an error if A and B do not fit an elementwise operation. shape: required shape of B (default: of A)."""
-    check_on_grid(a, name, b, what, f"{what}: the matrix is")
+    check_on_grid(a, name, b, what, "the matrix is")
     shape = a.shape if shape is None else shape
     a.grid.transport.check_place(a.library, a.memory, b.memory)
     if b.shape != shape:
@@ -281,8 +337,11 @@ def scalar(name: str, value: Any, dtype: str, what: str = "matmul") -> complex:
     raise DTypeError(f"{what}: {name} is {value!r}, which cannot scale a {dtype} matrix")
 
 
-def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
-    """Raise DTypeError if the operation cannot round its factors to TF32. a: an object with dtype and library."""
+def check_tf32(tf32: Any, a: Any, what: str = "matmul", out_dtype: str = "") -> None:
+    """Raise DTypeError if the operation cannot round its factors to TF32.
+
+    a   an object with dtype and library;   out_dtype   type of C, if it may be another
+    """
     if not isinstance(tf32, bool):
         raise DTypeError(f"{what}: tf32 is True or False; got {tf32!r}")
     if tf32 and (a.library.on_host or a.dtype not in ("float32", "complex64")):
@@ -290,6 +349,21 @@ def check_tf32(tf32: Any, a: Any, what: str = "matmul") -> None:
             f"{what}: tf32 rounds float32 and complex64 on a GPU; these are {a.dtype} matrices of "
             f'{a.library.kind}. Leave it out, or use library="cupy" or "torch:cuda"'
         )
+    if tf32 and out_dtype not in ("", a.dtype):
+        raise DTypeError(
+            f"{what}: C is {out_dtype}, so {a.dtype} factors are multiplied in {out_dtype}: leave tf32 out"
+        )
+
+
+def result_dtype(dtype: str, out_dtype: Any, out: StoredMatrix | None) -> str:
+    """Element type of C in a product of matrices of this type. Raises DTypeError for an invalid `out_dtype`."""
+    if out_dtype is None:
+        return dtype if out is None else out.dtype
+    name = dtype_named(out_dtype)
+    if out is not None and out.dtype != name:
+        raise DTypeError(f"out is {out.dtype}, and out_dtype {name} is of a new C: leave one of them out")
+    check_product_dtypes(dtype, dtype, name, wide=True, name="out_dtype")
+    return name
 
 
 class Options(NamedTuple):
@@ -302,6 +376,7 @@ class Options(NamedTuple):
     tf32: Any = False
     overlap: Any = None
     order: Any = None
+    out_dtype: Any = None
 
 
 def check_options(options: Options, out: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..arrays import Array, NumpyLibrary, check_matrix_dtype, library_of
+from ..arrays import Array, Factors, NumpyLibrary, check_matrix_dtype, library_of
 from ..comm import Grid, one_thread
 from ..errors import DTypeError, LayoutError
 from ..layout import Layout, Placement, Tile
@@ -74,7 +74,7 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
     """Copy a matrix into tiles; return this rank's arrays. Collective."""
     from .redistribution import check_fits, planned
 
-    matrix = summed(matrix).resolved
+    matrix = summed(matrix)
     grid, library = matrix.grid, matrix.library
     on_grid = matrix._placement()
     with grid.collective_call(what, matrix._signature, tiled):
@@ -86,7 +86,7 @@ def to_tiles(matrix: StoredMatrix, what: str, tiled: Any, kind: type[Any], array
         held = [matrix.memory] * len(on_grid.tiles(grid.rank))
     move = planned(grid, on_grid, tiled, matrix.dtype, library)
     with grid.ledger.phase("redistribute"):
-        move.start(library, held, given).wait()
+        move.start(library, held, given, factors=[Factors(conjugated=matrix.conjugated)]).wait()
     return given
 
 

@@ -133,12 +133,7 @@ def _new_file(
         if dataset is None:
             temporary.unlink(missing_ok=True)
             with open(temporary, "xb") as file:
-                described = {
-                    "descr": np.lib.format.dtype_to_descr(np.dtype(dtype)),
-                    "fortran_order": False,
-                    "shape": shape,
-                }
-                np.lib.format.write_array_header_1_0(file, described)
+                write_npy_header(file, shape, dtype)
                 yield lambda rows, values: file.write(np.ascontiguousarray(values).data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -154,6 +149,12 @@ def _new_file(
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_npy_header(file: Any, shape: tuple[int, int], dtype: str) -> None:
+    """Write the header of a .npy file of a matrix that is stored by rows."""
+    described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, described)
 
 
 def _check_path(what: str, path: Any) -> None:

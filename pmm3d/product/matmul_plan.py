@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import ref
 
 from ..comm import PlanResources, leaves_in_order
 from ..errors import GridError, LayoutError
-from .checks import Options, check_out, grid_of, signature_of
+from .checks import Options, check_form, check_not_partial, check_out, compared_dtype, grid_of, scalar, signature_of
 from .matrix import DistMatrix
 from .multiply import ProductRun, checked, multiplied
 from .stored import StoredMatrix
 
 Result = TypeVar("Result")
+BOUND = 32
+"""Largest number of sets of matrices for which a plan has persistent requests."""
 
 
 def matmul(
@@ -29,6 +32,7 @@ def matmul(
     tf32: bool = False,
     overlap: str | None = None,
     order: str | None = None,
+    out_dtype: Any = None,
 ) -> DistMatrix:
     """C = alpha A B + beta C by the 3D algorithm of Agarwal et al.
 
@@ -55,6 +59,10 @@ def matmul(
         nodes "decomposed", if the product can be decomposed.
     order : str or None
         Order of the shards of a new C: "C" (default) or "F". With "F", C is sharded along its columns.
+    out_dtype : str, dtype or None
+        Element type of a new C, as in torch: that of A and B (default), or a wider one. Pairs of types: float16 and
+        float32, bfloat16 and float32, float32 and float64, complex64 and complex128. An `out` of the wider type has the
+        same effect.
 
     Raises
     ------
@@ -63,7 +71,8 @@ def matmul(
     GridError
         If the operands are on different grids.
     DTypeError
-        For mixed types, for labels, and for `tf32` on the host or for other types.
+        For other pairs of types, for labels, for a factor that cannot scale C, and for `tf32` on the host or for other
+        types.
     MemoryLimitError
         If the product cannot be done within `max_workspace` bytes.
     DisagreementError
@@ -80,6 +89,10 @@ def matmul(
 
     The BLAS conjugates an operand that it also transposes, so `a.H @ b` costs as much as `a.T @ b`. Other conjugated
     views are conjugated in work memory, which `max_workspace` counts.
+
+    If C has a wider type, A and B are sent in their own type, and partial sums in that of C. Nothing is rounded to the
+    type of A and B. The factors are widened in work memory, 512 columns of A and rows of B at a time: 512 (m/Gz + n/Gx)
+    elements of the type of C. A device multiplies float16 and bfloat16 into float32 without copies.
 
     With panels, sums along k are added in a different order, so the last bits can differ. "decomposed" and "none" have
     the same bits and bytes.
@@ -102,10 +115,14 @@ def matmul(
            [11.,  2.],
            [14.,  2.]])
     """
-    return multiplied(a, b, out, Options(alpha, beta, panels, max_workspace, tf32, overlap, order))
+    return multiplied(
+        a, b, out, Options(alpha, beta, panels, max_workspace, tf32, overlap, order, compared_dtype(out_dtype))
+    )
 
 
-class Coming(Protocol):
+class Operation(Protocol):
+    """Messages that have begun."""
+
     def test(self) -> bool: ...
 
     def wait(self) -> object: ...
@@ -121,15 +138,16 @@ class PendingProduct(Generic[Result]):
     """
 
     def __init__(
-        self, coming: Sequence[Coming], finish: Callable[[], Result], failed: Callable[[], None] = lambda: None
+        self, begun: Sequence[Operation], finish: Callable[[], Result], failed: Callable[[], None] = lambda: None
     ):
-        self._coming, self._finish, self._failed, self.done = coming, finish, failed, False
+        self._begun, self._failed, self.done = begun, failed, False
+        self._finish: Callable[[], Result] | None = finish
         self._result: Result | None = None
         self._error: BaseException | None = None
 
     def test(self) -> bool:
         """Progress the messages, and return `done`. Only `wait` multiplies."""
-        for pending in self._coming:
+        for pending in self._begun:
             pending.test()
         return self.done
 
@@ -138,12 +156,12 @@ class PendingProduct(Generic[Result]):
 
         A second call returns the same result, or raises the same error.
         """
-        if not self.done:
-            self.done = True
+        if self._finish is not None:
+            finish, self._finish, self.done = self._finish, None, True  # it holds the matrices
             try:
-                for pending in self._coming:
+                for pending in self._begun:
                     pending.wait()
-                self._result = self._finish()
+                self._result = finish()
             except BaseException as error:
                 self._error = error
                 self._failed()
@@ -153,29 +171,31 @@ class PendingProduct(Generic[Result]):
 
 
 class MatmulPlan:
-    """C = alpha A B + beta C, repeated for the same matrices, checked and planned once.
+    """C = alpha A B + beta C, repeated for matrices of the same form, checked and planned once.
 
     Parameters
     ----------
-    a, b, alpha, beta, out, panels, max_workspace, tf32, overlap, order
-        See `matmul`.
+    a, b, alpha, beta, out, panels, max_workspace, tf32, overlap, order, out_dtype
+        See `matmul`. The matrices and the factors are those of calls that pass no others.
 
     Attributes
     ----------
     out : DistMatrix
-        C, the same matrix at every call.
+        C of calls that pass no `out`.
 
     Raises
     ------
     LayoutError
-        For an operand of partial sums. Other errors: see `matmul`. A call raises LayoutError, on that
-        rank alone, if a new shard has another shape or type, or if C is then read-only or shares memory with A or B.
+        For an operand of partial sums. Other errors: see `matmul`.
 
     Notes
     -----
     Making a plan and calling it are collective. Messages, result and bits are those of `matmul`. A call compares
-    nothing among the ranks, so all ranks must make it. A plan holds work memory, and persistent requests of MPI if no
-    operand is redistributed, until it or its grid is closed, or until it is garbage-collected.
+    nothing among the ranks, so all ranks must make it with the same arguments. It raises its errors on the ranks that
+    find them, before a message is sent; with PMM3D_DEBUG=1 the ranks compare the call, and all of them raise. A plan
+    holds work memory, and persistent requests of MPI if no operand is redistributed, until it or its grid is closed, or
+    until it is garbage-collected. It has requests of the last 32 sets of matrices, its own among them. Requests of a
+    matrix that is garbage-collected are freed in the next collective.
 
     A call multiplies the elements that A, B and C contain at that time. They may be changed in place, the shard may be
     replaced (`a.local = array`), and so may torch's storage of the shard (`a.local.data = tensor`). If an operand is a
@@ -187,14 +207,16 @@ class MatmulPlan:
     >>> with Grid() as grid:
     ...     a = DistMatrix.from_function(grid, (4, 3), lambda i, j: i + j)
     ...     b = DistMatrix.from_function(grid, (3, 2), lambda i, j: i - j, layout=Layout.B)
+    ...     ones = DistMatrix.ones(grid, (4, 3))
     ...     with MatmulPlan(a, b) as product:
-    ...         for _ in range(3):
-    ...             c = product()
+    ...         c = product()
+    ...         product(ones, alpha=2, beta=-1) is c
     ...     c.gather()
-    array([[ 5.,  2.],
-           [ 8.,  2.],
-           [11.,  2.],
-           [14.,  2.]])
+    True
+    array([[ 1., -2.],
+           [-2., -2.],
+           [-5., -2.],
+           [-8., -2.]])
     """
 
     def __init__(
@@ -210,42 +232,72 @@ class MatmulPlan:
         tf32: bool = False,
         overlap: str | None = None,
         order: str | None = None,
+        out_dtype: Any = None,
     ):
-        self._grid = grid_of(a, b)
-        options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order)
+        self._grid = grid_of(a, b, "MatmulPlan")
+        options = Options(alpha, beta, panels, max_workspace, tf32, overlap, order, compared_dtype(out_dtype))
         passed = signature_of(a), signature_of(b), signature_of(out), *options
         with PlanResources() as held, self._grid.engine.guard:
             with self._grid.collective_call("MatmulPlan", *passed):
-                _check_not_partial(a, b)
-                self._product = ProductRun(checked(a, b, out, options), a, b, out)
-                held.enter_context(self._product.borrow())
-                self._product.bind()
-                self._number, self._requests = self._grid.everyone._number, held.enter_context(ExitStack())
-                self._product.persist(self._number, self._requests)
-            self._product.share()
+                check_not_partial("MatmulPlan", a, b)
+                self._product = checked(a, b, out, options, "MatmulPlan")
+                first = ProductRun(self._product, a, b, out)
+                self._work = held.enter_context(first.borrow())
+                self._matrices, self._makes_out = (a, b, first.out), out is None
+                self._number, self._bound = self._grid.everyone._number, list[_Bound]()
+                self._bind(*self._matrices)
+            first.share()
             self._held = held.pop_all()
             self._grid.engine.hold(self, self._held)
         self.closed = False
         self._pending: PendingProduct[DistMatrix] | None = None
 
-    def __call__(self) -> DistMatrix:
-        """Multiply, and return C. Raises GridError if the plan or its grid is closed, or in a second thread."""
+    def __call__(
+        self,
+        a: DistMatrix | None = None,
+        b: DistMatrix | None = None,
+        *,
+        out: DistMatrix | None = None,
+        alpha: complex | None = None,
+        beta: complex | None = None,
+    ) -> DistMatrix:
+        """Compute C = alpha A B + beta C, and return C; see `start`. Collective."""
         with self._grid.engine.guard:
-            self._begin()
-            return self._finish()
+            return self._begin(a, b, out, alpha, beta)()
 
-    def start(self) -> PendingProduct[DistMatrix]:
+    def start(
+        self,
+        a: DistMatrix | None = None,
+        b: DistMatrix | None = None,
+        *,
+        out: DistMatrix | None = None,
+        alpha: complex | None = None,
+        beta: complex | None = None,
+    ) -> PendingProduct[DistMatrix]:
         """Begin the product: send A and B, or their first panels. Collective.
+
+        Parameters
+        ----------
+        a, b, out : DistMatrix or None
+            Matrices of this product. Shape, layout, order, element type, array library and grid are those of the
+            plan's matrices; each is a conjugated view if that of the plan is one. They must not change until the
+            product ends. Default: those of the plan.
+        alpha, beta : number or None
+            Factors of this product. Default: those of the plan.
 
         Returns
         -------
         PendingProduct
-            Its `wait()` multiplies, and returns C; it is collective too. Until then A, B and C must not change.
+            Its `wait()` multiplies, and returns C; it is collective too.
 
         Raises
         ------
+        LayoutError
+            For a matrix of another form, and if `out` is read-only or shares memory with A or B.
+        DTypeError
+            If a factor cannot scale the matrices.
         GridError
-            If the plan is closed, or if the last product was not waited for.
+            If the plan or its grid is closed, if the last product was not waited for, or for a matrix on another grid.
 
         Notes
         -----
@@ -253,36 +305,79 @@ class MatmulPlan:
         all-gather in several rounds (above 16 ranks, or by nodes) runs before `wait`.
         """
         with self._grid.engine.guard:
-            self._begin()
-            self._pending = PendingProduct((), self._waited)
+            self._pending = PendingProduct((), partial(self._waited, self._begin(a, b, out, alpha, beta)))
         return self._pending
 
-    def _begin(self) -> None:
+    def _begin(self, a: Any, b: Any, out: Any, alpha: Any, beta: Any) -> Callable[[], DistMatrix]:
+        """Begin a product, and return the function that ends it."""
         if self.closed:
             raise GridError("this plan is closed: make another one, or use matmul")
         if self._held.under_way:
             raise GridError("this plan has a product under way: wait for that first, or make another plan")
-        if not self._product.is_bound:
-            check_out("MatmulPlan", self.out, *self._product.operands)
-            self._product.bind()
-            self._requests.close()
-            self._product.persist(self._number, self._requests)
+        if self._grid.debug:
+            with self._grid.collective_call("MatmulPlan", *map(signature_of, (a, b, out)), alpha, beta):
+                bound, into = self._checked(a, b, out, alpha, beta)
+        else:
+            bound, into = self._checked(a, b, out, alpha, beta)
         self._held.under_way = True
-        self._product.begin()
+        bound.run.begin()
+        return partial(self._finish, bound, into)
 
-    def _waited(self) -> DistMatrix:
+    def _checked(self, a: Any, b: Any, out: Any, alpha: Any, beta: Any) -> tuple[_Bound, DistMatrix]:
+        """Check the arguments of a call, and bind the product to its matrices. Return also its C."""
+        matrices, product = self._matrices, self._product
+        if not (a is b is out is None):
+            given = [own if matrix is None else matrix for matrix, own in zip((a, b, out), matrices)]
+            for name, matrix, own in zip(("a", "b", "out"), given, matrices):
+                if matrix is not own:
+                    check_form("MatmulPlan", name, matrix, own)
+            matrices = given[0], given[1], given[2]
+        alpha = product.alpha if alpha is None else scalar("alpha", alpha, self.out.dtype, "MatmulPlan")
+        beta = product.beta if beta is None else scalar("beta", beta, self.out.dtype, "MatmulPlan")
+        if beta != 0 and out is None and self._makes_out and not self.out.fills:
+            raise LayoutError(
+                "MatmulPlan: beta needs a C that it scales, and no product was written to this one. Call the plan "
+                "with beta=0 first, or pass out=plan.out if you have filled it"
+            )
+        for bound in reversed(self._bound):
+            if bound.fits(*matrices):
+                if bound is not self._bound[-1]:
+                    self._bound = [*[each for each in self._bound if each is not bound], bound]
+                break
+        else:
+            bound = self._bind(*matrices)
+        if not matrices[2].writable:
+            check_out("MatmulPlan", matrices[2])
+        bound.run.scale(alpha, beta)
+        return bound, matrices[2]
+
+    def _bind(self, a: DistMatrix, b: DistMatrix, out: DistMatrix) -> _Bound:
+        """Bind the product to the memory of these matrices, of checked forms. Drop the sets of matrices whose memory is
+        no longer theirs, and the least recently used ones."""
+        check_out("MatmulPlan", out, a, b)
+        run = ProductRun(self._product, a._alias, b._alias, out._alias)
+        run.bind(self._work)
+        with PlanResources() as requests:
+            run.persist(self._number, requests)
+            bound = _Bound(run, (a, b, out), partial(_forget, ref(self)))
+            self._grid.engine.hold(bound, requests.pop_all())
+        self._bound = [*[each for each in self._bound if each.is_current], bound][-BOUND:]
+        return bound
+
+    def _waited(self, finish: Callable[[], DistMatrix]) -> DistMatrix:
         with self._grid.engine.guard:
-            return self._finish()
+            return finish()
 
-    def _finish(self) -> DistMatrix:
-        result = self._product.finish()
+    def _finish(self, bound: _Bound, out: DistMatrix) -> DistMatrix:
+        bound.run.finish()
+        out.fills += 1
         self._held.under_way, self._pending = False, None
-        return result
+        return out
 
     @property
     def out(self) -> DistMatrix:
-        """C."""
-        return self._product.out
+        """C of calls that pass no `out`."""
+        return self._matrices[2]
 
     def close(self) -> None:
         """Wait for the product in progress, and free requests and work memory. The wait is collective.
@@ -295,7 +390,7 @@ class MatmulPlan:
             return
         if self._pending is not None:
             self._pending.wait()
-        self.closed = True
+        self.closed, self._bound = True, []
         engine.dropped.append(self._held)
         engine.free_dropped()
 
@@ -309,11 +404,46 @@ class MatmulPlan:
             self.close()
 
 
-def _check_not_partial(*operands: StoredMatrix) -> None:
-    """Raise LayoutError for partial sums, because a plan would reuse their sum from the time when it was made."""
-    for name, matrix in zip("ab", operands):
-        if isinstance(matrix, StoredMatrix) and matrix.layout.on(matrix.grid.shape).sums:
-            raise LayoutError(
-                f"MatmulPlan: {name} is of partial sums, {matrix.layout}. Pass their sum, "
-                f"{name}.redistribute({name}.layout.summed), or use matmul in each call"
-            )
+class _Bound:
+    """A product that is bound to the memory of A, B and C, with its persistent requests. It does not keep the matrices
+    alive.
+
+    forget   called with the bound product when the first of the matrices is garbage-collected
+    """
+
+    def __init__(self, run: ProductRun[DistMatrix], matrices: Sequence[DistMatrix], forget: Callable[[_Bound], object]):
+        self.run = run
+        gone = partial(_gone, ref(self), forget)
+        bases = [matrix.base for matrix in matrices]  # for a view, the matrix whose shard it reads
+        self._memory = [(ref(base, gone), base.memory, _place_of(base)) for base in bases]
+
+    def fits(self, *matrices: StoredMatrix) -> bool:
+        """Whether these are the matrices, with the memory that they had. A caller can replace it by
+        `matrix.local = array`, or in torch by `matrix.local.data = tensor`."""
+        for matrix, (known, array, place) in zip(matrices, self._memory):
+            base = matrix.base
+            if known() is not base or base._memory is not array or (place and place != _place_of(base)):
+                return False
+        return True
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the matrices are alive and have the memory that they had."""
+        bases = [base for known, _, _ in self._memory if (base := known()) is not None]
+        return len(bases) == len(self._memory) and self.fits(*bases)
+
+
+def _place_of(base: StoredMatrix) -> tuple[Any, ...]:
+    """Address of a shard. Empty for numpy, which never moves an array, and whose address takes 1 us to get."""
+    return () if base.library.name == "numpy" else base._place_of(base.memory)
+
+
+def _gone(bound: ref[_Bound], forget: Callable[[_Bound], object], _: object) -> None:
+    if (known := bound()) is not None:
+        forget(known)
+
+
+def _forget(plan: ref[MatmulPlan], bound: _Bound) -> None:
+    """Drop a bound product of a plan. The list is replaced, because garbage may be collected while it is read."""
+    if (known := plan()) is not None:
+        known._bound = [each for each in known._bound if each is not bound]

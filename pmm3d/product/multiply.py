@@ -13,7 +13,18 @@ from ..comm import Grid, Terms, clock, one_thread
 from ..layout import LOW_PRECISION, Layout
 from ..model.plan import BY_COLUMNS, BY_ROWS, Operand, ProductPlan, RankPlan, native
 from ..model.planning import AUTO, plan_product
-from .checks import Options, check_arrays, check_operands, check_options, check_tf32, grid_of, scalar, signature_of
+from .checks import (
+    Options,
+    check_arrays,
+    check_operands,
+    check_options,
+    check_tf32,
+    grid_of,
+    named,
+    result_dtype,
+    scalar,
+    signature_of,
+)
 from .operand import OperandGather
 from .relayout import refill, summed
 from .result import Result
@@ -67,13 +78,13 @@ def multiplied(a: Matrix, b: Matrix, out: Matrix | None = None, options: Options
         with grid._call_on(terms):
             if known is None:
                 product = checked(a, b, out, options)
-                _keep(cache, key, (terms, product))
+                keep(cache, key, (terms, product), CACHED_PLANS)
             else:
                 check_arrays(a, b, out)
                 product = known[1]
             run = ProductRun(product, a, b, out)
             borrowed = run.borrow()
-            run.bind()
+            run.bind(borrowed.lent)
         run.begin()
         return run.finish()
     finally:
@@ -81,27 +92,30 @@ def multiplied(a: Matrix, b: Matrix, out: Matrix | None = None, options: Options
             borrowed.__exit__()
 
 
-def _keep(cache: dict[Any, Any], key: tuple[Any, ...] | None, product: tuple[Terms, CheckedProduct]) -> None:
-    """Keep a product for the next calls of the same forms. Drop the oldest one if there are too many."""
+def keep(cache: dict[Any, Any], key: tuple[Any, ...] | None, checked: Any, most: int) -> None:
+    """Keep a checked call for the next calls of the same forms. Drop the oldest one if there are more than `most`."""
     if key is not None:
-        cache[key] = product
-        if len(cache) > CACHED_PLANS:
+        cache[key] = checked
+        if len(cache) > most:
             del cache[next(iter(cache))]
 
 
-def checked(a: Matrix, b: Matrix, out: Matrix | None, options: Options) -> CheckedProduct:
-    """Check the arguments of `matmul`, and plan the product."""
-    check_operands(a, b, out, options.beta)
-    check_options(options, out)
-    check_tf32(options.tf32, a)
-    alpha, beta = (scalar(name, getattr(options, name), a.dtype) for name in ("alpha", "beta"))
+def checked(a: Matrix, b: Matrix, out: Matrix | None, options: Options, what: str = "matmul") -> CheckedProduct:
+    """Check the arguments of `matmul`, and plan the product. what: name of the operation in error messages."""
+    check_operands(a, b, out, options.beta, what, wide=True)
+    with named(what):
+        check_options(options, out)
+        c_dtype = result_dtype(a.dtype, options.out_dtype, out)
+    check_tf32(options.tf32, a, what, c_dtype)
+    alpha, beta = (scalar(name, getattr(options, name), c_dtype, what) for name in ("alpha", "beta"))
     how = options.panels, options.max_workspace, options.overlap
     operands = _operand(a), _operand(b), None if out is None else _operand(out)
     shape = a.shape[0], b.shape[1]
-    if out is None and options.order == BY_COLUMNS:
-        layout = _layout_by_columns(_planned(a, *operands, *how)[0])
-        operands = *operands[:2], Operand(shape, layout, BY_COLUMNS)
-    plan, mine = _planned(a, *_by_rows(*operands), *how)
+    with named(what):
+        if out is None and options.order == BY_COLUMNS:
+            layout = _layout_by_columns(_planned(a, c_dtype, *operands, *how)[0])
+            operands = *operands[:2], Operand(shape, layout, BY_COLUMNS)
+        plan, mine = _planned(a, c_dtype, *_by_rows(*operands), *how)
     layout, order = (plan.c_layout, BY_ROWS) if operands[2] is None else (operands[2].layout, operands[2].order)
     local = layout.box(shape, a.grid.shape, a.grid.coords).shape
     return CheckedProduct(plan, mine, alpha, beta, options.tf32, local, layout, order)
@@ -109,36 +123,39 @@ def checked(a: Matrix, b: Matrix, out: Matrix | None, options: Options) -> Check
 
 class ProductRun(Generic[Matrix]):
     """A checked product and its matrices. Call `borrow` and `bind` first. After that no error occurs on one rank only.
-    `begin` and `finish` compute the product, and can be repeated.
+    `begin` and `finish` compute the product, and can be repeated, with other factors after `scale`.
     """
 
     def __init__(self, product: CheckedProduct, a: Matrix, b: Matrix, out: Matrix | None):
         self.plan, self.mine, self.alpha, self.beta, self._tf32, shape, layout, order = product
         self.operands = a, b
         if out is None:
-            memory = new_array(a.library, shape, a.dtype, order)
+            memory = new_array(a.library, shape, self.plan.c_dtype, order)
             out = type(a)(a.grid, memory, (a.shape[0], b.shape[1]), layout, order)
         self.out: Matrix = out
         self._shared = list[Array]()
 
     def borrow(self) -> Borrowed[Slab]:
         """Borrow the work memory from the grid. The caller returns it."""
-        nbytes = 0 if self.mine is None else self.mine.own_work
-        borrowed = self.out.grid.workspace.slab(nbytes, self.out.library)
-        self._slab = borrowed.lent
-        return borrowed
+        return self.out.grid.workspace.slab(self.own_work, self.out.library)
 
-    def bind(self) -> None:
-        """Bind the product to the present memory of A, B and C. Nothing is sent."""
+    @property
+    def own_work(self) -> int:
+        """Bytes of work memory on this rank."""
+        return 0 if self.mine is None else self.mine.own_work
+
+    def bind(self, work: Slab) -> None:
+        """Bind the product to the present memory of A, B and C, and to work memory of `own_work` bytes. Nothing is
+        sent."""
         a, b = self.operands
         for matrix in (a, b, self.out):
             if self.out.library.name == "torch":  # only torch can replace the storage of an array
                 matrix._check_shard()
         self._matrices = _by_rows(a, b, self.out)
         self._natives: tuple[StoredMatrix, ...] = self._matrices
-        self._rest = self._slab
+        self._rest = work
         if self.plan.moves:
-            layouts, work = (self.plan.a_layout, self.plan.b_layout, self.plan.c_layout), self._slab.again()
+            layouts, work = (self.plan.a_layout, self.plan.b_layout, self.plan.c_layout), work.again()
             self._natives = tuple(_in_layout(each, layout, work) for each, layout in zip(self._matrices, layouts))
             self._rest = work.rest()
         self._gemm: Callable[[], None] | None = None
@@ -152,18 +169,15 @@ class ProductRun(Generic[Matrix]):
             self._operands = [operand for operand in in_order if operand.begins]
             self._c = Result(self.mine, c, self.beta, self._work)
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether A, B and C still have the memory that `persist` found. A caller can replace it by
-        `matrix.local = array`, or in torch by `matrix.local.data = tensor`."""
-        for base, array, place in self._memory:
-            if base.memory is not array or (place and place != self._place_of(array)):
-                return False
-        return True
-
-    def _place_of(self, array: Array) -> tuple[Any, ...]:
-        """Address of a shard. Empty for numpy, which never moves an array, and whose address takes 1 us to get."""
-        return () if self.out.library.name == "numpy" else self.out._place_of(array)
+    def scale(self, alpha: complex, beta: complex) -> None:
+        """Set the factors of the next calls."""
+        if (alpha, beta) == (self.alpha, self.beta):
+            return
+        self.alpha, self.beta = alpha, beta
+        if self.mine is not None:
+            self._c.scale(beta)
+            if self._gemm is not None:
+                self._gemm = self._bound_gemm()
 
     def share(self) -> None:
         """Allocate the shared memory for partial sums, if the plan needs more than there is. Collective over the
@@ -176,8 +190,7 @@ class ProductRun(Generic[Matrix]):
         """Whether each call sends the same messages, from and to the same host memory. The same on all ranks."""
         grid, plan = self.out.grid, self.plan
         return (
-            self.alpha != 0
-            and not plan.moves
+            not plan.moves
             and plan.panels == 1
             and self.out.library.on_host
             and grid.dry_run is None
@@ -190,22 +203,47 @@ class ProductRun(Generic[Matrix]):
         number     number of the plan, the same on all ranks
         requests   stack that frees the requests
         """
-        bases = [matrix.base for matrix in (*self.operands, self.out)]  # for a view, the matrix whose shard it reads
-        self._memory = [(base, base.memory, self._place_of(base.memory)) for base in bases]
         if self.mine is None or not self.persists:
             return
         for each in (self._a, self._b, self._c):
             each.persist(number, requests)
-        if self._c.is_bound and not self.plan.decomposed and self.plan.dtype not in LOW_PRECISION and self.mine.depth:
-            self._gemm = self.out.library.bound_gemm(
-                self._a.factor,
-                self._b.factor,
-                self._c.sums,
-                self.alpha,
-                self._c.beta(first=True),
-                self._work,
-                conjugated=(self._a.conjugated, self._b.conjugated),
-            )
+        dtypes = {self.plan.dtype, self.plan.c_dtype}
+        plain = len(dtypes) == 1 and not dtypes & {*LOW_PRECISION}
+        if self._c.is_bound and not self.plan.decomposed and plain and self.mine.depth:
+            self._gemm = self._bound_gemm()
+
+    def _bound_gemm(self) -> Callable[[], None]:
+        return self.out.library.bound_gemm(
+            self._a.factor,
+            self._b.factor,
+            self._c.sums,
+            self.alpha,
+            self._c.beta(first=True),
+            self._work,
+            conjugated=(self._a.conjugated, self._b.conjugated),
+        )
+
+    @property
+    def moved(self) -> list[tuple[StoredMatrix, StoredMatrix]]:
+        """(matrix, place in the layout of the plan) of each matrix that is redistributed before the product."""
+        reads = (True, True, self.beta != 0) if self.plan.moves else ()
+        sides = zip(self._matrices, self._natives, reads)
+        return [(matrix, place) for matrix, place, read in sides if place is not matrix and read]
+
+    @property
+    def moved_back(self) -> list[tuple[StoredMatrix, StoredMatrix]]:
+        """(place, matrix) of C, if it is redistributed after the product."""
+        return [] if self._natives[2] is self._matrices[2] else [(self._natives[2], self._matrices[2])]
+
+    @property
+    def operands_gathered(self) -> list[OperandGather]:
+        """A and B, if they are gathered by messages. The product has no panels."""
+        return [operand for operand in (self._a, self._b) if operand.elements]
+
+    @property
+    def result(self) -> Result:
+        """C on this rank, which is not idle."""
+        return self._c
 
     def begin(self) -> None:
         """Redistribute operands whose layouts fit no role, and begin to gather the first panels. Collective."""
@@ -213,10 +251,8 @@ class ProductRun(Generic[Matrix]):
             return
         if self.plan.shared_work:
             self.share()
-        reads = (True, True, self.beta != 0) if self.plan.moves else ()
-        for matrix, place, read in zip(self._matrices, self._natives, reads):
-            if place is not matrix and read:
-                refill(matrix, place, self._rest.again(), self.plan.rounds)
+        for matrix, place in self.moved:
+            refill(matrix, place, self._rest.again(), self.plan.rounds)
         if self.mine is not None:
             for operand in self._operands:
                 operand.begin(0)
@@ -232,8 +268,8 @@ class ProductRun(Generic[Matrix]):
         else:
             if self.mine is not None:
                 self._multiply(self.plan.panels - 1)
-            if self._natives[2] is not self._matrices[2]:
-                refill(self._natives[2], self._matrices[2], self._rest.again(), self.plan.rounds)
+            for place, matrix in self.moved_back:
+                refill(place, matrix, self._rest.again(), self.plan.rounds)
         self.out.fills += 1
         return self.out
 
@@ -259,6 +295,10 @@ class ProductRun(Generic[Matrix]):
             if pending is not None:
                 pending.wait()
 
+    def multiply_gathered(self) -> None:
+        """Run the GEMM of a product without panels and decomposition, whose operands the caller has gathered."""
+        self._add(self._a.wait(0), self._b.wait(0), *self._c.all_rows[0], first=True)
+
     def _add(self, a: Array, b: Array, low: int, high: int, first: bool) -> None:
         """Run one GEMM: the rows low:high of A times B."""
         c = self._c
@@ -272,6 +312,7 @@ class ProductRun(Generic[Matrix]):
             self._work,
             tf32=self._tf32,
             conjugated=(self._a.conjugated, self._b.conjugated),
+            rounded=self.plan.c_dtype == self.plan.dtype,
         )
         run_gemm(self.out.grid, gemm)
 
@@ -304,19 +345,21 @@ def plan_for(
 ) -> ProductPlan:
     """Plan of `matmul` for these arguments. If `out` is stored by columns, the plan of out^T = B^T A^T."""
     operands = _operand(a), _operand(b), None if out is None else _operand(out)
-    return _planned(a, *_by_rows(*operands), panels, max_workspace, overlap)[0]
+    c_dtype = a.dtype if out is None else out.dtype
+    return _planned(a, c_dtype, *_by_rows(*operands), panels, max_workspace, overlap)[0]
 
 
-def _planned(like: StoredMatrix, *operands_and_how: Any) -> Planned:
+def _planned(like: StoredMatrix, c_dtype: str, *operands_and_how: Any) -> Planned:
     """Plan and this rank's part of it, or None. The grid caches both.
 
     like               matrix with the grid, the type and the library of the operands
+    c_dtype            type of C
     operands_and_how   A, B, C or None; panels, max_workspace, overlap
     """
     if ProductPlan not in like.grid.attached:
         like.grid.attached[ProductPlan] = lru_cache(maxsize=CACHED_PLANS)(_planner(proxy(like.grid)))
     plans: Callable[..., Planned] = like.grid.attached[ProductPlan]
-    return plans(like.dtype, like.library.gemm_copies, *operands_and_how)
+    return plans(like.dtype, c_dtype, like.library.gemm_copies, *operands_and_how)
 
 
 def _planner(grid: Grid) -> Callable[..., Planned]:
@@ -327,6 +370,7 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
 
     def planned(
         dtype: str,
+        c_dtype: str,
         gemm_copies: bool,
         a: Operand,
         b: Operand,
@@ -341,6 +385,7 @@ def _planner(grid: Grid) -> Callable[..., Planned]:
             c,
             dtype,
             grid.shape,
+            out_dtype=c_dtype,
             panels=None if panels is None else int(panels),
             max_workspace=max_workspace,
             gemm_copies=gemm_copies,

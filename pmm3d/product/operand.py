@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..arrays import Array, Slab
-from ..comm import Arrivals, Buffers, Pending, Persistent, run_schedule, wait_for_all
+from ..comm import Arrivals, Axis, Buffers, Pending, Persistent, run_schedule, wait_for_all
 from ..layout import itemsize, offsets
 from ..model.operand_part import OperandPart
 from ..model.plan import RankPlan, Slices
@@ -123,8 +123,7 @@ class OperandGather:
         """Begin to gather a panel. Collective along the axis."""
         copies, part, counts, gathered, _ = bound = self._panels[panel]
         if self._part.gathered:
-            for piece, place in copies:
-                place[...] = piece
+            _copy(copies)
         if self._persistent is not None:
             self._awaited = self._persistent.begin()
         elif self._part.gathered:
@@ -139,6 +138,31 @@ class OperandGather:
         elif self._part.in_place and panel == 0:
             self._awaited = self._barrier(brings=True)
 
+    def filled(self) -> tuple[Array, Array, list[int]]:
+        """Fill this rank's part of the only panel, for a gather that the caller begins.
+
+        Returns the part, the gathered panel, and the elements of every rank's part.
+        """
+        copies, part, _, gathered, _ = self._panels[0]
+        _copy(copies)
+        return part, gathered, self.elements
+
+    @property
+    def elements(self) -> list[int]:
+        """Elements of every rank's part of the only panel; none if nothing is gathered."""
+        panel = self._panels[0]
+        return [rows * int(panel.gathered.shape[1]) for rows in panel.counts] if self._part.gathered else []
+
+    @property
+    def axis(self) -> Axis:
+        """Axis along which the panels are gathered."""
+        return self._axis
+
+    @property
+    def phase(self) -> str:
+        """Phase of the gathers in the ledger."""
+        return self._phase
+
     def wait(self, panel: int) -> Array:
         """Return the panel. It is complete unless it comes `in_pieces`."""
         if self._awaited is not None:
@@ -146,8 +170,7 @@ class OperandGather:
             self._awaited = None
         copies, _, _, gathered, factor = self._panels[panel]
         if not self._part.gathered:  # after the barrier, because shards that are read in place are complete only then
-            for piece, place in copies:
-                place[...] = piece
+            _copy(copies)
         if self._conjugates and 0 not in gathered.shape:
             with self._grid.ledger.computing("conjugate"), self._grid.engine.background():
                 self.library.conjugate_in_place(gathered)
@@ -177,3 +200,8 @@ class OperandGather:
                 schedule = shared_all_gather(tuple(self._part.counts), axis.index, per_node)
                 return axis.begin("all_gather", lambda link: run_schedule(link, self.library, schedule, block, block))
             return axis.begin(READ_IN_PLACE, lambda link: wait_for_all(link, per_node))
+
+
+def _copy(copies: list[tuple[Array, Array]]) -> None:
+    for piece, place in copies:
+        place[...] = piece

@@ -17,11 +17,11 @@ from ..layout.distribution import Cyclic
 from ..layout.foreign import Lines, stored_in
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
-from .checks import Options, array_signature, check_options, compared_dtype, scalar
+from .checks import Options, array_signature, check_options, compared_dtype, named, scalar
 from .matmul_plan import MatmulPlan, PendingProduct
 from .matrix import DistMatrix
 from .multiply import ProductRun, checked, plan_for, run_gemm
-from .redistribution import check_leading, part_of
+from .redistribution import check_leading, checked_operation, part_of
 from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
@@ -89,7 +89,8 @@ def pgemm(
     LayoutError
         If a part is not inside its matrix, or an array does not fit its descriptor.
     DTypeError
-        For mixed types, and for other types than float32, float64, complex64 and complex128.
+        For mixed types, and for other types than float32, float64, complex64 and complex128. Only `matmul` has a C of a
+        wider type than A and B.
     GridError
         For descriptors of several contexts.
     MemoryLimitError
@@ -310,7 +311,7 @@ class PgemmPlan:
         self.closed = False
         self._pending: PendingProduct[None] | None = None
         self._product: MatmulPlan | None = None
-        self._alpha: complex = 0
+        self._repeated = False
         self._run: ProductRun[DistMatrix] | None = None
         self._work = ExitStack()
         self._memory: Array | None = None
@@ -327,9 +328,9 @@ class PgemmPlan:
             self.grid, ranks = context._product_grid(form.grid_kind, lambda: [*zip(form.parts, placed())])
             self._on_grid, self._active = placed(ranks), ranks[: shape.size]
         self._there: list[Tiled] = [*self._lines, *self._on_grid]
-        self._coming = [TileMove(self._base, part, there, dtype) for part, there in zip(form.parts[:2], self._there)]
-        self._back = [TileMove(self._base, there, form.parts[2], dtype) for there in self._there[2:]]
-        moves = (*self._coming, *self._back)
+        self._before = [TileMove(self._base, part, there, dtype) for part, there in zip(form.parts[:2], self._there)]
+        self._after = [TileMove(self._base, there, form.parts[2], dtype) for there in self._there[2:]]
+        moves = (*self._before, *self._after)
         for move in moves:
             if move.rounds > 1:
                 move.agree()
@@ -353,17 +354,15 @@ class PgemmPlan:
                 DistMatrix(grid, arrays[0] if arrays else slab.array((0, 0), dtype).T, there.shape, there.layout, "F")
                 for arrays, there in zip(self._arrays, self._on_grid)
             ]
-            for moves in (self._coming, self._back):  # no rank then lacks work memory for the moves
+            for moves in (self._before, self._after):  # no rank then lacks work memory for the moves
                 with ExitStack() as work:
                     for move in moves:
                         work.enter_context(self._base.workspace.slab(move.work, self._library))
         if alpha is not None:
-            self._close_product()  # its alpha may be another one
             options = Options(alpha, max_workspace=self._form.max_workspace)
             matrices = *self._operands(), self._matrices[2]
             self._run = ProductRun(checked(*matrices, options), *matrices)
-            self._work.enter_context(self._run.borrow())
-            self._run.bind()
+            self._run.bind(self._work.enter_context(self._run.borrow()))
 
     @property
     def _shares_memory(self) -> bool:
@@ -388,7 +387,7 @@ class PgemmPlan:
             self._product = None
 
     def __call__(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> None:
-        """Compute C = alpha op(A) op(B) + beta C; see `pgemm`. Collective."""
+        """Compute C = alpha op(A) op(B) + beta C; see `start`. Collective."""
         self.start(a, b, c, alpha=alpha, beta=beta).wait()
 
     def start(self, a: Array, b: Array, c: Array, *, alpha: complex = 1, beta: complex = 0) -> PendingProduct[None]:
@@ -397,7 +396,9 @@ class PgemmPlan:
         Parameters
         ----------
         a, b, c : array
-            Arrays of this rank, as of `pgemm`. They must not change until the product ends.
+            Arrays of this product on this rank, as of `pgemm`. They must not change until the product ends.
+        alpha, beta : number
+            Factors of this product.
 
         Returns
         -------
@@ -407,7 +408,7 @@ class PgemmPlan:
         Raises
         ------
         GridError
-            If the plan is closed, or if the last product was not waited for. Other errors: see `pgemm`.
+            If the plan or its context is closed, or if the last product was not waited for. Other errors: see `pgemm`.
         """
         with self._base.collective_call("pgemm", alpha, beta):
             self._check_idle()
@@ -424,7 +425,7 @@ class PgemmPlan:
     def _begin(self, call: Call) -> PendingProduct[None]:
         """Begin a product, after the ranks have compared its arguments: see `start`. Collective."""
         multiplies = self._multiplies and call.alpha != 0
-        runs = multiplies and not self._lines and not (self.nbytes <= SMALL_BYTES and call.alpha == self._alpha)
+        runs = multiplies and not self._lines and not (self.nbytes <= SMALL_BYTES and self._repeated)
         if self._needs_memory or runs:
             try:
                 with self._base.collective_call("pgemm", always=True):
@@ -432,7 +433,7 @@ class PgemmPlan:
             except Exception:  # on every rank
                 self._context._forget_memory()
                 raise
-        self._alpha = call.alpha
+        self._repeated = self._repeated or multiplies
         self._context._under_way.append(self)
         arrays = self._arrays
         if self._lines:
@@ -440,15 +441,15 @@ class PgemmPlan:
         finish = partial(self._finish, call._replace(alpha=call.alpha if multiplies else 0), arrays)
         try:
             with self._base.ledger.phase("redistribute"):
-                coming = [
+                begun = [
                     move.start(self._library, given, own)
-                    for move, given, own in zip(self._coming, (call.a, call.b), arrays)
+                    for move, given, own in zip(self._before, (call.a, call.b), arrays)
                     if multiplies
                 ]
         except BaseException:
             self._give_up()
             raise
-        self._pending = PendingProduct(coming, finish, self._give_up)
+        self._pending = PendingProduct(begun, finish, self._give_up)
         return self._pending
 
     def _give_up(self) -> None:
@@ -470,7 +471,7 @@ class PgemmPlan:
         else:
             self._multiply(call.alpha)
         with self._base.ledger.phase("redistribute"):
-            for move in self._back:
+            for move in self._after:
                 move.start(self._library, self._arrays[2], call.c, call.beta).wait()
 
     def _with_own(self, which: int, given: list[Array], of_c: list[Array]) -> list[Array]:
@@ -514,8 +515,7 @@ class PgemmPlan:
             c[...] = into if call.beta == 0 else into + call.beta * c
 
     def _multiply(self, alpha: complex) -> None:
-        """Compute C = alpha op(A) op(B) on the product's grid. Use a MatmulPlan if the product is small and alpha was
-        the same in the last call."""
+        """Compute C = alpha op(A) op(B) on the product's grid, by a MatmulPlan if the product is small and repeated."""
         if self._run is not None:
             run, self._run = self._run, None
             with self.grid.engine.guard, self._work:
@@ -525,15 +525,16 @@ class PgemmPlan:
         plan_work = self._context._plan_work
         if self._product is None:
             operands, c, limit = self._operands(), self._matrices[2], self._form.max_workspace
-            work = plan_for(*operands, c, None, limit).workspace
+            with named("pgemm"):
+                work = plan_for(*operands, c, None, limit).workspace
             if cached := self._context.plans.get(self._form) is self:
                 self._context._make_room(work)
-            self._product = MatmulPlan(*operands, alpha=alpha, out=c, max_workspace=limit)
+            self._product = MatmulPlan(*operands, out=c, max_workspace=limit)
             if cached:
                 plan_work[self] = work
         elif self in plan_work:
             plan_work.move_to_end(self)
-        self._product()
+        self._product(alpha=alpha)
 
     def _operands(self) -> tuple[DistMatrix, DistMatrix]:
         """op(A) and op(B) on the product's grid."""
@@ -616,7 +617,7 @@ def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, ma
                 "pgemm: the descriptors are of several contexts; A, B and C are on one. pgemr2d moves a "
                 "matrix between contexts"
             )
-    operations = _operation("transa", transa), _operation("transb", transb)
+    operations = checked_operation("pgemm", "transa", transa), checked_operation("pgemm", "transb", transb)
     m, n, k = (
         natural(size, f"pgemm: {name} is a whole number of at least 0", 0, LayoutError)
         for name, size in (("m", m), ("n", n), ("k", k))
@@ -627,14 +628,9 @@ def _form(context: BlacsContext, given: Sequence[Any], dtype: Any, kind: str, ma
         part_of("pgemm", "B", ib, jb, descb, *of_b),
         part_of("pgemm", "C", ic, jc, descc, m, n),
     )
-    check_options(Options(max_workspace=max_workspace), None)
+    with named("pgemm"):
+        check_options(Options(max_workspace=max_workspace), None)
     return Form(operations, (m, n, k), parts, _blas_type(dtype), kind, max_workspace)
-
-
-def _operation(name: str, value: Any) -> str:
-    if not isinstance(value, str) or value.upper() not in OPERATIONS:
-        raise LayoutError(f'pgemm: {name} is "N", "T" or "C"; got {value!r}')
-    return value.upper()
 
 
 def _blas_type(dtype: Any) -> str:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 from weakref import proxy
 
-from ..arrays import Array, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind, library_of
+from ..arrays import Array, Factors, NumpyLibrary, check_matrix_dtype, dtype_named, library_kind
 from ..comm import Grid, Pending
-from ..errors import DTypeError, GridError, LayoutError
-from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, Placement, Tiled, whole_number
-from .blacs import Descriptor, check_descriptor, compared
-from .checks import array_signature, collective_call, compared_dtype, scalar
-from .tiles import TileMove, checked_arrays
+from ..errors import DTypeError, LayoutError
+from ..layout import LABEL_DTYPE, BlockCyclic, Blocks, Layout, Placement, Tiled, Transposed, whole_number
+from ..model.move import Pair
+from .blacs import Descriptor
+from .checks import collective_call, compared_dtype, scalar
+from .tiles import MoveCache, TileMove, checked_arrays, elements
 
 CACHED_MOVES = 64
 """Largest number of redistribution plans that a grid caches. A plan holds no arrays."""
+PACKED_BYTES = 2**27
+"""Limit of the bytes of packed copies on a rank. Several rounds take up to a quarter longer, because they divide runs
+of elements."""
+OPERATIONS = "N", "T", "C"
 
 
 class Redistribution:
-    """target = beta target + source, repeated, between two layouts of a matrix.
+    """target = beta target + alpha op(source), repeated, between two layouts of one or of several matrices.
 
     Parameters
     ----------
     grid : Grid
         The grid. Making and calling the object are collective over it.
-    source, target : BlockCyclic, Blocks or Layout
-        The two layouts. At most one is a Layout: shards on this grid.
+    source, target : BlockCyclic, Blocks or Layout; or lists of these
+        The two layouts. At most one is a Layout: shards on this grid. With lists, matrix i is moved from source[i] to
+        target[i], and all matrices are moved in one exchange.
+    op : str or list of str
+        "N" (default): op(X) is X. "T": the transpose. "C": the conjugate transpose. A list has one for each matrix.
     dtype : str or dtype
         Element type of the arrays.
     library : str
         Array library of the arrays: "numpy", "torch", "torch:DEVICE" or "cupy".
     order : str or None
-        "C" or "F": order of the shards of the Layout; only with a Layout. Default: that of the other side.
+        "C" or "F": order of the shards of a Layout; only with a Layout. Default: that of the other side.
 
     Attributes
     ----------
@@ -47,8 +55,11 @@ class Redistribution:
 
     Notes
     -----
-    One exchange: each rank receives the elements that it did not store. Data is packed once by the sender and unpacked
-    once by the receiver.
+    One exchange: each rank receives the elements that it did not store, in one message from each rank for all matrices.
+    If a rank packs and unpacks more than 128 MiB, there are several rounds of such messages. Data is packed once by the
+    sender and unpacked once by the receiver, which also transposes, conjugates and scales.
+
+    Source: M. Kabić et al., "COSTA: Communication-Optimal Shuffle and Transpose Algorithm", ISC 2021.
 
     Examples
     --------
@@ -56,12 +67,14 @@ class Redistribution:
     >>> from pmm3d import BlockCyclic, Blocks, Grid, Redistribution
     >>> with Grid() as grid:
     ...     cyclic = BlockCyclic((5, 4), (2, 2), (1, 1))
-    ...     slabs = Blocks.rows_of([0] * (grid.size - 1) + [5], 4)
-    ...     to_slabs = Redistribution(grid, cyclic, slabs)
-    ...     held, slab = np.ones((5, 4), order="F"), np.zeros(slabs.local_shapes(grid.rank)[0])
+    ...     slabs = Blocks.rows_of([0] * (grid.size - 1) + [4], 5)
+    ...     to_slabs = Redistribution(grid, cyclic, slabs, op="T")
+    ...     held, slab = np.ones((5, 4), order="F"), np.zeros((slabs.local_shapes(grid.rank) or [(0, 0)])[0])
     ...     to_slabs(held, slab)
-    ...     to_slabs.start(held, slab, beta=2).wait()
-    ...     bool((slab == 3).all())
+    ...     to_slabs.start(held, slab, alpha=3, beta=2).wait()
+    ...     both = Redistribution(grid, [cyclic, slabs], [slabs, cyclic], op="T")
+    ...     both([held, slab], [slab.copy(), held.copy(order="F")])
+    ...     bool((slab == 5).all())
     True
     """
 
@@ -71,34 +84,52 @@ class Redistribution:
         source: Any,
         target: Any,
         *,
+        op: Any = "N",
         dtype: Any = "float64",
         library: str = "numpy",
         order: str | None = None,
     ):
-        with collective_call(
-            grid, "Redistribution", source, target, compared_dtype(dtype), library_kind(library), order
-        ):
+        given = source, target, op
+        with collective_call(grid, "Redistribution", *given, compared_dtype(dtype), library_kind(library), order):
             self._library = grid.library(library)
             self._dtype = check_matrix_dtype(dtype_named(dtype), self._library, labels=True)
-            self._source, self._target = _tiled(grid, source, target, order), _tiled(grid, target, source, order)
-            check_fits(grid, self._source, self._target)
-        self._grid, self._move = grid, planned(grid, self._source, self._target, self._dtype, self._library)
+            self._together = isinstance(source, (list, tuple))
+            sources, targets, operations = _lists(source, target, op)
+            _check_order(order, [*sources, *targets])
+            self._operations = [checked_operation("Redistribution", "op", each) for each in operations]
+            self._sources = [
+                _tiled(grid, one, other, each, order) for one, other, each in zip(sources, targets, self._operations)
+            ]
+            self._targets = [
+                _tiled(grid, one, other, each, order) for one, other, each in zip(targets, sources, self._operations)
+            ]
+            pairs = [
+                (transposed(one, each), other)
+                for one, other, each in zip(self._sources, self._targets, self._operations)
+            ]
+            for pair in pairs:
+                check_fits(grid, *pair)
+        self._grid, self._move = grid, planned(grid, *pairs[0], self._dtype, self._library, pairs[1:])
         self.work = self._move.work
 
-    def __call__(self, source: Any, target: Any, *, beta: complex = 0) -> None:
-        """Compute target = beta target + source for arrays of this rank; see `start`. Collective."""
-        self.start(source, target, beta=beta).wait()
+    def __call__(self, source: Any, target: Any, *, alpha: Any = 1, beta: Any = 0) -> None:
+        """Compute target = beta target + alpha op(source) for arrays of this rank; see `start`. Collective."""
+        self.start(source, target, alpha=alpha, beta=beta).wait()
 
-    def start(self, source: Any, target: Any, *, beta: complex = 0) -> Pending:
-        """Begin target = beta target + source. Collective.
+    def start(self, source: Any, target: Any, *, alpha: Any = 1, beta: Any = 0) -> Pending:
+        """Begin target = beta target + alpha op(source). Collective.
 
         Parameters
         ----------
         source, target : array or list of array
-            Arrays of this rank: one, or a list with one for each block of `Blocks`. They must not change until the
-            exchange ends. Elements of the target outside the matrix do not change.
-        beta : number
-            Factor of the target. For labels it is 0 or 1.
+            Arrays of this rank: one, or a list with one for each block of `Blocks`. For several matrices, a list with
+            these of each matrix. They must not change until the exchange ends. Elements of the target outside the
+            matrix do not change.
+        alpha : number or list of number
+            Factor of the source; a list has one for each matrix. If it is 0, the source is not read, and nothing is
+            sent. For labels it is 1.
+        beta : number or list of number
+            Factor of the target. If it is 0, the target is not read. For labels it is 0 or 1.
 
         Returns
         -------
@@ -112,90 +143,51 @@ class Redistribution:
         DTypeError
             On every rank, for arrays of another type.
         """
-        with self._grid.collective_call("Redistribution", beta):
+        number = len(self._sources)
+        with self._grid.collective_call("Redistribution", alpha, beta):
             options = self._grid, self._library, self._dtype
-            sources = checked_arrays("Redistribution: source", source, self._source, *options)
-            targets = checked_arrays("Redistribution: target", target, self._target, *options, sources)
-            beta = _factor(beta, self._dtype)
+            given = [self._listed(name, each) for name, each in (("source", source), ("target", target))]
+            alphas, betas = _repeated("alpha", alpha, number), _repeated("beta", beta, number)
+            factors = [
+                checked_factors("Redistribution", op, one, other, self._dtype)
+                for op, one, other in zip(self._operations, alphas, betas)
+            ]
+            sources = [
+                checked_arrays("Redistribution: source", arrays, tiled, *options)
+                for arrays, tiled in zip(given[0], self._sources)
+            ]
+            rank, written = self._grid.rank, list[Array]()
+            used = [view for arrays, tiled in zip(sources, self._sources) for view in elements(tiled, arrays, rank)]
+            for arrays, tiled in zip(given[1], self._targets):
+                own = checked_arrays("Redistribution: target", arrays, tiled, *options, used)
+                written, used = written + own, used + elements(tiled, own, rank)
+        turned = [array if op == "N" else array.T for arrays, op in zip(sources, self._operations) for array in arrays]
         with self._grid.ledger.phase("redistribute"):
-            return self._move.start(self._library, sources, targets, beta)
+            return self._move.start(self._library, turned, written, factors=factors)
 
-
-def pgemr2d(
-    m: int, n: int, a: Array, ia: int, ja: int, desca: Descriptor, b: Array, ib: int, jb: int, descb: Descriptor
-) -> None:
-    """B(ib:, jb:) = A(ia:, ja:), m x n, between block-cyclic matrices of any two contexts, as ScaLAPACK's p?gemr2d.
-
-    Parameters
-    ----------
-    m, n : int
-        Number of rows and of columns that are copied.
-    a : array
-        Array of this rank, as of `pgemm`.
-    ia, ja : int
-        First row and column, counted from 1.
-    desca : Descriptor
-        Layout of A.
-    b, ib, jb, descb
-        B, in the same way. Elements are copied bit by bit.
-
-    Raises
-    ------
-    LayoutError
-        On every rank, if a part is not inside its matrix, or if arrays do not fit or overlap.
-    DTypeError
-        On every rank, for mixed types.
-    GridError
-        On every rank, if the contexts are not over the same ranks.
-
-    Notes
-    -----
-    Collective. One exchange: each rank receives the elements that it did not store.
-
-    Examples
-    --------
-    >>> from pmm3d import BlacsContext, pgemr2d
-    >>> with BlacsContext(shape=(1, 1)) as one, BlacsContext(one.grid, (1, 1), ranks=[one.grid.size - 1]) as other:
-    ...     source, target = one.descriptor(3, 3, 2, 2), other.descriptor(4, 4, 1, 1)
-    ...     a, b = source.empty(), target.empty()
-    ...     a[...], b[...] = 7, 0
-    ...     pgemr2d(2, 3, a, 1, 1, source, b, 3, 2, target)
-    ...     b.tolist() in ([[]], [[0, 0, 0, 0], [0, 0, 0, 0], [0, 7, 7, 7], [0, 7, 7, 7]])
-    True
-    """
-    grid = check_descriptor("pgemr2d", desca if isinstance(desca, Descriptor) else descb).context.grid
-    _, dtype, kind = array_signature(a)
-    with grid.collective_call("pgemr2d", m, n, ia, ja, ib, jb, *map(compared, (desca, descb)), dtype, kind):
-        for each in (desca, descb):
-            check_descriptor("pgemr2d", each).context._check_open()
-        if not grid.same_processes(descb.context.grid):
-            raise GridError(
-                "pgemr2d: the two contexts are over different ranks, or these in another order: make both "
-                "on one communicator, which has all the ranks of both"
+    def _listed(self, name: str, arrays: Any) -> Sequence[Any]:
+        """Arrays of each matrix."""
+        if not self._together:
+            return [arrays]
+        if not isinstance(arrays, (list, tuple)) or len(arrays) != len(self._sources):
+            raise LayoutError(
+                f"Redistribution: the {name} is a list with the arrays of each of the {len(self._sources)} matrices"
             )
-        library = library_of(a)
-        check_matrix_dtype(dtype, library, labels=True)
-        from_to = part_of("pgemr2d", "A", ia, ja, desca, m, n), part_of("pgemr2d", "B", ib, jb, descb, m, n)
-        sources = checked_arrays("pgemr2d: A", a, from_to[0], grid, library, dtype)
-        targets = checked_arrays("pgemr2d: B", b, from_to[1], grid, library, dtype, sources)
-        for name, own, descriptor in zip("AB", (sources, targets), (desca, descb)):
-            check_leading("pgemr2d", name, own, descriptor)
-    move = planned(grid, *from_to, dtype, library)
-    with grid.ledger.phase("redistribute"):
-        move.start(library, sources, targets).wait()
+        return arrays
 
 
-class MoveCache(OrderedDict[Hashable, TileMove]):
-    """The most recently used redistribution plans of a grid. The same on all ranks."""
+def planned(
+    grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary, others: Sequence[Pair] = ()
+) -> TileMove:
+    """Plan of a redistribution, with its work memory. The grid caches the plan. Collective, with equal arguments.
 
-
-def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: NumpyLibrary) -> TileMove:
-    """Plan of a redistribution, with its work memory. The grid caches the plan. Collective, with equal arguments."""
+    others   (source, target) of further matrices, which are moved in the same messages
+    """
     cached: MoveCache = grid.attached.setdefault(MoveCache, MoveCache())
-    key = source, target, dtype, library.kind
+    key = source, target, *others, dtype, library.kind
     if key not in cached:
-        move = TileMove(proxy(grid), source, target, dtype, rounds=1)  # the grid refers to its cache
-        move.agree()
+        move = TileMove(proxy(grid), source, target, dtype, others=others, rounds=1)  # the grid refers to its cache
+        move.agree(PACKED_BYTES)
         with grid.collective_call("redistribute", always=True):
             grid.workspace.rehearse([move.work], library)
         cached[key] = move
@@ -203,6 +195,11 @@ def planned(grid: Grid, source: Tiled, target: Tiled, dtype: str, library: Numpy
             cached.popitem(last=False)
     cached.move_to_end(key)
     return cached[key]
+
+
+def transposed(tiled: Tiled, op: str) -> Tiled:
+    """Layout of op(X) over the arrays of X. For other operations than "N", each array is transposed (`.T`)."""
+    return tiled if op == "N" else Transposed(tiled)
 
 
 def check_fits(grid: Grid, source: Tiled, target: Tiled) -> None:
@@ -238,27 +235,67 @@ def part_of(what: str, name: str, i: int, j: int, descriptor: Descriptor, rows: 
         ) from None
 
 
-def _factor(beta: Any, dtype: str) -> complex:
+def checked_operation(what: str, name: str, value: Any) -> str:
+    """Letter of an operation as a capital. Raises LayoutError if it is none of "N", "T" and "C"."""
+    if not isinstance(value, str) or value.upper() not in OPERATIONS:
+        raise LayoutError(f'{what}: {name} is "N", "T" or "C"; got {value!r}')
+    return value.upper()
+
+
+def checked_factors(what: str, op: str, alpha: Any, beta: Any, dtype: str) -> Factors:
+    """Factors of beta C + alpha op(A). Raises DTypeError if they cannot scale matrices of this type."""
     if dtype != LABEL_DTYPE:
-        return scalar("beta", beta, dtype)
-    if isinstance(beta, bool) or beta not in (0, 1):
-        raise DTypeError(f"Redistribution: beta of labels, {dtype}, is 0 or 1; got {beta!r}")
-    return int(beta)
+        conjugated = op == "C" and dtype.startswith("complex")
+        return Factors(scalar("beta", beta, dtype, what), scalar("alpha", alpha, dtype, what), conjugated)
+    for name, value, allowed in (("alpha", alpha, (1,)), ("beta", beta, (0, 1))):
+        if not isinstance(value, Real) or isinstance(value, bool) or value not in allowed:
+            numbers = " or ".join(map(str, allowed))
+            raise DTypeError(f"{what}: {name} of labels, {dtype}, is {numbers}; got {value!r}")
+    return Factors(int(beta))
 
 
-def _tiled(grid: Grid, layout: Any, other: Any, order: str | None) -> Tiled:
+def _lists(source: Any, target: Any, op: Any) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Layouts and operations of each matrix. Raises LayoutError if their numbers differ."""
+    if not isinstance(source, (list, tuple)) and not isinstance(target, (list, tuple)):
+        return [source], [target], [op]
+    if not isinstance(source, (list, tuple)) or not isinstance(target, (list, tuple)) or len(source) != len(target):
+        raise LayoutError(
+            "Redistribution: source and target are two layouts, or two lists of equal length: the layouts of each "
+            f"matrix. Got {source!r} and {target!r}"
+        )
+    if not source:
+        raise LayoutError("Redistribution: the lists of layouts are empty. Pass at least one matrix")
+    return source, target, _repeated("op", op, len(source))
+
+
+def _repeated(name: str, value: Any, number: int) -> Sequence[Any]:
+    """A value for each matrix. Raises LayoutError for a list of another length."""
+    if not isinstance(value, (list, tuple)):
+        return [value] * number
+    if len(value) != number:
+        raise LayoutError(
+            f"Redistribution: {name} is one value for all matrices, or a list of {number}, one for each; got {value!r}"
+        )
+    return value
+
+
+def _tiled(grid: Grid, layout: Any, other: Any, op: str, order: str | None) -> Tiled:
     if isinstance(layout, (BlockCyclic, Blocks)):
-        if order is not None and isinstance(other, (BlockCyclic, Blocks)):
-            raise LayoutError(
-                "Redistribution: order is for the shards of a Layout, and neither layout is one. "
-                f"Leave it out; got {order!r}"
-            )
         return layout
     if not isinstance(layout, Layout) or not isinstance(other, (BlockCyclic, Blocks)):
         raise LayoutError(
             "Redistribution: from and to a BlockCyclic or Blocks, one of the two may be a Layout (from "
             f"Layout to Layout: DistMatrix.redistribute); got {layout!r} and {other!r}"
         )
+    shape = other.shape if op == "N" else other.shape[::-1]
+    return Placement(shape, layout, grid.shape, order or other.order)
+
+
+def _check_order(order: Any, layouts: Sequence[Any]) -> None:
+    """Raise LayoutError for an order that is none of "C" and "F", or of which no shards are."""
+    if order is not None and not any(isinstance(each, Layout) for each in layouts):
+        raise LayoutError(
+            f"Redistribution: order is for the shards of a Layout, and no layout is one. Leave it out; got {order!r}"
+        )
     if order not in (None, "C", "F"):
         raise LayoutError(f'Redistribution: the order of shards is "C" or "F"; got {order!r}')
-    return Placement(other.shape, layout, grid.shape, order or other.order)

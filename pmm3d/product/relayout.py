@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from numbers import Complex
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ..arrays import Array, Slab, check_output, library_of
+from ..arrays import Array, Factors, Slab, check_output, library_of
 from ..comm import (
     Awaited,
     Grid,
@@ -436,9 +436,8 @@ class Submatrices(StoredMatrix):
                 memory = new_array(a.library, target.box(grid.rank).shape, a.dtype, a.order)
             made = type(self)(grid, memory, window.shape, layout, a.order)
             with grid.ledger.phase("submatrix"):
-                move.start(a.library, [a.memory], [made.memory], work=work).wait()
-        if a.conjugated:
-            a.library.conjugate_in_place(made._stored)
+                factors = [Factors(conjugated=a.conjugated)]
+                move.start(a.library, [a.memory], [made.memory], work=work, factors=factors).wait()
         return made._zero_unless_first()
 
     @one_thread
@@ -496,9 +495,8 @@ class Submatrices(StoredMatrix):
                 move = TileMove(grid, a._placement(), _part(self, window), a.dtype, operation="submatrix")
                 work = borrowed.enter_context(grid.workspace.slab(move.work, library))
             with grid.ledger.phase("submatrix"):
-                move.start(library, [a.memory], [self.memory], work=work).wait()
-        if a.conjugated:
-            library.conjugate_in_place(self.memory[(self.box & window).within(self.box)])
+                factors = [Factors(conjugated=a.conjugated)]
+                move.start(library, [a.memory], [self.memory], work=work, factors=factors).wait()
         self.fills += 1
         return self
 

@@ -199,6 +199,13 @@ class StoredMatrix(Uncompared):
         return transposed
 
     @property
+    def _alias(self) -> Self:
+        """A matrix over the same memory, which does not keep this object alive."""
+        made = self._over(self._stored, self.layout, self.grid)
+        made.window = self.window
+        return made
+
+    @property
     def resolved(self) -> Self:
         """This matrix, or a copy if it is a conjugated view. Nothing is sent."""
         return type(self)(self.grid, self.local, self.shape, self.layout, self.order) if self.conjugated else self

@@ -45,13 +45,14 @@ def freivalds(
 
     A product with a result of at most 1 is accepted. A wrong row of C passes one trial with a probability of at most
     1/2, and three trials with at most 1/8 (Freivalds, 1979). The expected error is 4 u sqrt(k) |A| |B| 1 / sqrt(n), for
-    rounding errors of random sign. u is `unit` (default: the unit roundoff of the type). Partial sums are summed first.
+    rounding errors of random sign. u is `unit` (default: the unit roundoff of the type of C). Partial sums are summed
+    first.
     """
     a, b, c = ascending(a), ascending(b), ascending(c)
     k, n = max(1, b.shape[0]), b.shape[1]
     kind = np.complex128 if a.dtype.startswith("complex") else np.float64
-    unit = unit or _UNIT_ROUNDOFF.get(a.dtype) or float(np.finfo(a.dtype).eps) / 2
-    scale = 4 * unit * (sqrt(k) if a.dtype not in LOW_PRECISION else sqrt(b.grid.shape.size) + sqrt(k) * 2.0**-13)
+    unit = unit or _UNIT_ROUNDOFF.get(c.dtype) or float(np.finfo(c.dtype).eps) / 2
+    scale = 4 * unit * (sqrt(k) if c.dtype not in LOW_PRECISION else sqrt(b.grid.shape.size) + sqrt(k) * 2.0**-13)
     expected = scale / sqrt(max(1, n)) * apply(a, apply(b, np.ones(n), True), True)
     expected += np.finfo(np.float64).eps * sqrt(max(1, n * k)) * np.max(expected, initial=0) / scale
     worst = 0.0

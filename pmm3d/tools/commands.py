@@ -19,6 +19,7 @@ from ..text import shell_command
 from .bench.command import bench_command
 from .convert import table_command, text_command
 from .doctor.command import doctor_command
+from .matmul import matmul_command
 from .output import bar, check_writable
 from .plan.gpt import gpt_command
 from .plan.pipeline import pipeline_command
@@ -261,6 +262,7 @@ def _group(name: str, help_text: str, cls: type[TyperGroup] = TyperGroup, **comm
 _add(
     app,
     bench=bench_command,
+    matmul=matmul_command,
     train=train_command,
     predict=predict_command,
     evaluate=evaluate_command,

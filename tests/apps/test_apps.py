@@ -128,11 +128,22 @@ def test_cholesky_qr(run, tmp_path):
     write_arrays(tmp_path / "a.h5", A=a)
     said = run("cholesky_qr.py", 2, "--file", "a.h5", "A", "--check", "--out", "a")
     q, r = np.load(tmp_path / "a-q.npy"), np.load(tmp_path / "a-r.npy")
-    assert re.match(r"shifted-cholesky-qr\d on 2 ranks: A 403 x 17 float64", said) and said.endswith("right: True\n")
+    assert re.match(r"2 ranks: A 403 x 17 float64", said) and said.endswith("right: True\n")
     assert np.linalg.norm(q.T @ q - np.eye(17)) < 1e-14 * np.sqrt(17)
     assert np.linalg.norm(a - q @ r) < 1e-14 * np.linalg.norm(a)
     assert np.array_equal(r, np.triu(r)) and (np.diag(r) > 0).all()
     assert float(re.search(r"condition of A, from R (\S+)", said)[1]) == pytest.approx(1e12, rel=0.05)
+
+
+@pytest.mark.nightly("an app as a user starts it")
+def test_least_squares(run, tmp_path):
+    a, y = of_condition(203, 9, 1e6), np.random.default_rng(5).standard_normal((203, 2))
+    write_arrays(tmp_path / "a.h5", A=a, y=y)
+    said = run("least_squares.py", 2, "--file", "a.h5", "A", "y", "--check", "--out", "x")
+    assert said.endswith("right: True\n") and "least squares on 2 ranks: A 203 x 9 float64, 2 right-hand sides" in said
+    expected = np.linalg.lstsq(a, y, rcond=None)[0]
+    assert np.linalg.norm(np.load(tmp_path / "x.npy") - expected) < 1e-8 * np.linalg.norm(expected)
+    assert run("least_squares.py", 1, "--rows", 6, "--cols", 6).endswith("right: True\n")  # no residual
 
 
 @pytest.mark.nightly("an app as a user starts it")
@@ -146,6 +157,21 @@ def test_newton_schulz(run, tmp_path):
     assert abs(np.load(tmp_path / "u.npy") - polar(a)[0]).max() < 1e-12
     errors = [float(error) for error in re.findall(r"\|X\^H X - I\|_F (\S+)", said)]
     assert errors[-1] < 1e-13 and errors == sorted(errors, reverse=True)
+
+
+@pytest.mark.nightly("an app as a user starts it")
+def test_generalized_eigen(run, tmp_path):
+    from scipy.linalg import eigh
+
+    random = np.random.default_rng(4)
+    h, s = random.standard_normal((2, 41, 41))
+    h, s = h + h.T, s @ s.T + np.eye(41)
+    write_arrays(tmp_path / "hs.h5", H=h, S=s)
+    said = run("generalized_eigen.py", 2, "--file", "hs.h5", "H", "S", "--leaf", 12, "--check", "--out", "c.npy")
+    assert said.endswith("right: True\n") and re.match(r"41 eigenvalues: \d+ and \d+\n  ", said)
+    values, c = eigh(h, s, eigvals_only=True), np.load(tmp_path / "c.npy")
+    assert abs(c.T @ h @ c - np.diag(values)).max() < 1e-11 * abs(values).max()
+    assert "the size is 1: give at least 2" in run("generalized_eigen.py", 0, "--size", 1, code=2)
 
 
 @pytest.mark.nightly("an app as a user starts it")
@@ -163,10 +189,13 @@ OPTIONS = [
     ("purify.py", 8, "--size 90 --method sp2 --grid 2x2x2", "45 electrons"),
     ("purify.py", 8, "--size 90 --method mcweeny --grid 2x1x4", "45 electrons"),
     ("purify.py", 8, "--size 90 --method mcweeny --grid auto", "45 electrons"),
-    ("cholesky_qr.py", 4, "--rows 300 --cols 20 --dtype float32", "cholesky-qr2 on 4 ranks"),
-    ("cholesky_qr.py", 4, "--rows 300 --cols 1", "cholesky-qr2 on 4 ranks"),
-    ("cholesky_qr.py", 4, "--rows 300 --cols 20 --condition 1e10 --dtype complex128", "shifted"),
+    ("cholesky_qr.py", 4, "--rows 300 --cols 20 --dtype float32", "4 ranks: A 300 x"),
+    ("cholesky_qr.py", 4, "--rows 300 --cols 1", "4 ranks: A 300 x"),
+    ("cholesky_qr.py", 4, "--rows 300 --cols 20 --condition 1e10 --dtype complex128", "4 ranks: A 300 x"),
+    ("least_squares.py", 4, "--rows 3000 --cols 40", "standard deviations"),
     *(("rpa_like.py", ranks, " ".join(map(str, SMALL_RPA[:-1])), "\nE ") for ranks in (1, 4, 6)),
+    ("generalized_eigen.py", 4, "--size 100 --leaf 20 --grid 2x1x2", "lowest eigenvalues 0.5"),
+    ("generalized_eigen.py", 1, "--size 64 --leaf 64", "lowest eigenvalues 0.5"),
     ("newton_schulz.py", 4, "--rows 40 --condition 1e5 --quintic 0", "40 x 40"),
     ("newton_schulz.py", 4, "--rows 40 --condition 1e5 --quintic 8", "40 x 40"),
     ("newton_schulz.py", 4, "--rows 30 --cols 44 --grid 1x2x2", "30 x 44"),
@@ -188,8 +217,12 @@ def test_what_cannot_be_computed_is_refused_or_called_wrong(run, tmp_path):
     write_arrays(tmp_path / "h.h5", identity=2 * np.eye(5), no_gap=np.diag([0.0, 1.0, 1.0, 2.0]))
     for program, ranks, options, code, text in (
         ("purify.py", 1, ("--file", "h.h5", "identity"), 2, "--file needs --electrons"),
+        ("purify.py", 1, ("--file", "h.h5", "identity", "--electrons", 5), 2, "--electrons 5 is not within 1 and 4"),
+        ("purify.py", 1, ("--size", 9, "--electrons", 0), 2, "--electrons 0 is not within 1 and 8"),
+        ("purify.py", 1, ("--size", 1), 2, "H has 1 rows; a gap needs at least 2"),
         ("purify.py", 1, ("--file", "h.h5", "identity", "--electrons", 2), 1, "is 2 times the identity"),
         ("purify.py", 2, ("--file", "h.h5", "no_gap", "--electrons", 2), 1, "right: False"),
+        ("generalized_eigen.py", 1, ("--file", "h.h5", "identity", "identity", "--leaf", 3), 1, "raise --leaf"),
         ("rpa_like.py", 2, (*SMALL_RPA, "--points", 2), 1, "right: False"),
     ):
         assert text in run(program, ranks, *options, code=code)

@@ -1,5 +1,7 @@
 """Libraries and types of the tests of GEMMs."""
 
+from contextlib import contextmanager
+
 from pmm3d.arrays import Workspace, library_named
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.layout import LOW_PRECISION, MATRIX_DTYPES
@@ -24,7 +26,15 @@ NOT_HALF = [case for case in CASES if case[1] != "float16"]
 SCALES = [(1, 0), (1, 1), (2, -1), (0, 3), (-1, 0), (3, 2)]
 
 
+class NewArrays:
+    """In place of a Workspace: new arrays."""
+
+    @contextmanager
+    def borrow(self, shape, dtype, library):
+        yield library.empty(shape, dtype)
+
+
 def with_work(library):
-    """The library, and a workspace. On a device a GEMM needs none."""
+    """The library, and a workspace. On a device a GEMM needs none, if the types are equal or C is float32."""
     face = library_named(library)
     return face, Workspace() if face.on_host else None

@@ -13,8 +13,10 @@ from samples import LIBRARIES, integers, to_library, to_numpy
 
 from pmm3d import DTypeError, Pmm3dError
 from pmm3d.arrays import (
+    Factors,
     NumpyLibrary,
     Workspace,
+    add_scaled,
     check_matrix_dtype,
     library_here,
     library_named,
@@ -135,8 +137,15 @@ def test_sums_are_exact_and_out_may_be_strided(library, dtype):
             out = whole[:, 1 : shape[1] + 1]
             sum_in_order(library_of(whole), [to_library(part, library, dtype) for part in parts], out, beta)
             expected = before.copy()
-            expected[:, 1 : shape[1] + 1] = sum(parts) + beta * before[:, 1 : shape[1] + 1]
+            inner = expected[:, 1 : shape[1] + 1]
+            inner[...] = sum(parts) + beta * inner
             assert np.array_equal(to_numpy(whole, library), expected)
+            for alpha in (1, 2):
+                add_scaled(library_of(whole), to_library(parts[0], library, dtype), out, Factors(0, alpha))
+                inner[...] = alpha * parts[0]
+                add_scaled(library_of(whole), to_library(parts[1], library, dtype), out, Factors(beta, alpha))
+                inner[...] = alpha * parts[1] + beta * inner
+                assert np.array_equal(to_numpy(whole, library), expected)
 
 
 @looped("library, dtype", [pair for pair in TYPES if pair[1] in ("float16", "bfloat16")])

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import standin_blas
 import torch
-from gemm_cases import CASES, FACES, LOW, NOT_HALF, SCALES, TORCH_DEVICE, with_work
+from gemm_cases import CASES, FACES, LOW, NOT_HALF, SCALES, TORCH_DEVICE, NewArrays, with_work
 from loops import looped
 from samples import host_dtype, integers, to_library, to_numpy
 
 from pmm3d import DTypeError
-from pmm3d.arrays import Workspace, blas, library_named
+from pmm3d.arrays import Workspace, blas, library_named, sums
 from pmm3d.arrays.blas_choice import chosen
 from pmm3d.arrays.torch_library import TorchLibrary
 from pmm3d.arrays.torch_rounding import Rounding
-from pmm3d.layout import LOW_PRECISION
+from pmm3d.layout import LOW_PRECISION, WIDER
 
 SIZES = [(4, 3, 5), (1, 1, 1), (1, 7, 2), (6, 1, 1), (1, 1, 9), (0, 3, 2), (3, 0, 2), (17, 20, 9)]
 
@@ -81,6 +81,59 @@ def test_sums_of_low_precision_are_kept_in_float32(library, dtype):
     assert to_numpy(c, library) == 4096
 
 
+LARGEST = {"float16": 200, "bfloat16": 200, "float32": 2**13, "complex64": 2**12}
+"""Integers whose products are exact in the wider type only."""
+
+
+@looped(
+    "library, dtype", [case for case in CASES if case[1] in WIDER and (case in LOW or case[1] not in LOW_PRECISION)]
+)
+def test_a_wider_c_is_exact_in_every_form(library, dtype, monkeypatch):
+    """The factors are widened in parts of 4 columns of A. The larger array around C does not change."""
+    monkeypatch.setattr(sums, "WIDENED_DEPTH", 4)
+    face, wide, most, work = library_named(library), WIDER[dtype], LARGEST[dtype], NewArrays()
+    numpy = lambda array: np.array(to_numpy(array, library)).astype(np.result_type(wide, "float64"))
+    for index, forms in enumerate(product(FORMS, repeat=3)):
+        (m, n, k), (alpha, beta) = SIZES[index % len(SIZES)], SCALES[index % len(SCALES)]
+        make = lambda shape, seed=index: to_library(integers(shape, dtype, seed, -most, most), library, dtype)
+        a, b = forms[0](make, m, k)[1], forms[1](make, k, n)[1]
+        whole, c = forms[2](lambda shape: to_library(integers(shape, wide, 2, -(2**20), 2**20), library, wide), m, n)
+        expected = numpy(whole)
+        inside = forms[2](lambda shape: expected, m, n)[1]
+        inside[...] = alpha * (numpy(a) @ numpy(b)) + beta * numpy(c)
+        face.gemm(a, b, c, alpha, beta, work)
+        assert np.array_equal(numpy(whole), expected)
+        if library != "torch" or dtype != "bfloat16":
+            continue
+        face.gemm(a, b, c, 1, 0, work, rounded=True)  # the product is rounded, by torch's BLAS
+        assert np.allclose(numpy(c), numpy(a) @ numpy(b), rtol=2**-7, atol=0)
+
+
+@looped("library", FACES)
+def test_the_blas_conjugates_the_copies_of_a_wider_type(library, monkeypatch):
+    monkeypatch.setattr(sums, "WIDENED_DEPTH", 4)
+    face, work = library_named(library), NewArrays()
+    for index, flags in enumerate(product((False, True), repeat=2)):
+        m, n, k = SIZES[-1]
+        make = lambda shape, seed=index: to_library(integers(shape, "complex64", seed, -(2**12), 2**12), library)
+        a, b, c = in_columns(make, m, k)[1], some_columns_turned(make, k, n)[1], face.empty((m, n), "complex128")
+        face.gemm(a, b, c, 1 + 2j, 0, work, conjugated=flags)
+        left, right = (
+            np.conj(to_numpy(each, library)) if flag else to_numpy(each, library) for each, flag in zip((a, b), flags)
+        )
+        product_of = left.astype("complex128") @ right.astype("complex128")
+        assert np.array_equal(to_numpy(c, library), (1 + 2j) * product_of)
+
+
+@looped("library", FACES)
+def test_items_of_a_wider_c_are_exact(library):
+    face = library_named(library)
+    a, b = (integers(shape, "float32", 1, -(2**13), 2**13) for shape in ((3, 4, 50), (3, 50, 5)))
+    c = face.empty((3, 4, 5), "float64")
+    face.gemm_batched(to_library(a, library), to_library(b, library), c, 1, 0, NewArrays())
+    assert np.array_equal(to_numpy(c, library), a.astype("float64") @ b)
+
+
 def test_torch_on_a_device_adds_low_precision_to_float32_in_one_call():
     """For tensors without data, torch checks types and shapes as on a device."""
     library, meta = TorchLibrary("meta"), lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
@@ -130,7 +183,8 @@ def test_the_blas_conjugates_what_lies_the_other_way_than_c(library):
         ("float64", "float64", "float32"),
         ("float32", "float32", "float16"),
         ("float32", "float64", "float64"),
-        ("float32", "float32", "float64"),
+        ("float16", "float16", "float64"),
+        ("complex64", "complex64", "float64"),
         ("complex64", "complex64", "float32"),
         ("int64", "int64", "int64"),
     ],

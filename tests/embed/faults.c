@@ -80,6 +80,23 @@ static void two_threads(void) {
     printf("%d met: %d\n", rank, found || held);
 }
 
+/* Each thread has the error of its own last call: on all ranks in this thread, on one rank in the other. */
+static void *fails_here(void *_) {
+    int64_t box[4];
+    if (pmm3d_last_error(NULL, 0) != 1) printf("%d a new thread has an error\n", rank);
+    if (pmm3d_box(-1, "A", N, N, box) != PMM3D_ERROR_ARGUMENT) printf("%d no error\n", rank);
+    tell(PMM3D_ERROR_ARGUMENT);
+    return _;
+}
+
+static void two_errors(void) {
+    pthread_t thread;
+    int code = pmm3d_matmul('X', 'N', &one, matrices[0], matrices[1], &zero, matrices[2]);
+    pthread_create(&thread, NULL, fails_here, NULL);
+    pthread_join(thread, NULL);
+    tell(code);
+}
+
 /* A product on a context of size x 1 ranks, on which a descriptor or an array is wrong: on the last rank, or on all. */
 static int bad_cyclic(const char *which) {
     int context, mine = rank == size - 1, desc[9], wrong[9];
@@ -182,6 +199,27 @@ static int bad(const char *which) {
         pmm3d_max_workspace(grid, 0);
         return code;
     }
+    if (!strncmp(which, "request", 7)) {
+        int plan, other_plan, request, again, code, *freed = &plan;
+        pmm3d_plan_redistribute(m[0], m[2], &other_plan);
+        pmm3d_plan_matmul('N', 'N', &one, m[0], m[1], &zero, m[2], &plan);
+        if (pmm3d_begin(plan, &request)) return -1;
+        if (strstr(which, "run")) code = pmm3d_run(plan);
+        else if (strstr(which, "begin")) code = pmm3d_begin(plan, &again);
+        else if (strstr(which, "operands")) code = pmm3d_run_matmul(plan, &one, m[0], m[1], &zero, m[2]);
+        else if (strstr(which, "free")) code = pmm3d_free(strstr(which, "grid") ? &grid : freed);
+        else if (strstr(which, "kind")) again = plan, code = pmm3d_wait(&again);
+        else if (strstr(which, "pgemm")) code = pmm3d_run_pgemm(other_plan, &one, shards, shards, &zero, shards);
+        else if (strstr(which, "null")) code = pmm3d_begin(other_plan, NULL);
+        else if (strstr(which, "matrix") || strstr(which, "form")) {
+            code = pmm3d_wait(&request);
+            int wrong = strstr(which, "form") ? m[0] : 97; /* in the layout of A */
+            if (!code) code = pmm3d_run_matmul(plan, &one, m[0], wrong, &zero, m[2]);
+        }
+        else code = pmm3d_wait(NULL);
+        return pmm3d_wait(&request) || request || pmm3d_free(&plan) || pmm3d_free(&other_plan) ? -1 : code;
+    }
+    if (!strncmp(which, "library", 7)) return pmm3d_library(grid, strstr(which, "null") ? NULL : "abacus");
     if (!strcmp(which, "runs")) { /* different plans */
         int plans[2];
         pmm3d_plan_redistribute(m[0], m[2], &plans[0]), pmm3d_plan_redistribute(m[1], m[2], &plans[1]);
@@ -283,7 +321,7 @@ int main(int count, char **words) {
     const char *which = count > 1 ? words[1] : "";
     int provided, finalizes = 1;
     if (!strcmp(which, "before")) tell(pmm3d_start()), pmm3d_finalize();
-    if (!strcmp(which, "two threads")) MPI_Init_thread(&count, &words, MPI_THREAD_MULTIPLE, &provided);
+    if (!strncmp(which, "two ", 4)) MPI_Init_thread(&count, &words, MPI_THREAD_MULTIPLE, &provided);
     else MPI_Init(&count, &words);
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     MPI_Comm_size(MPI_COMM_WORLD, &size);
@@ -322,6 +360,7 @@ int main(int count, char **words) {
         if (make(MPI_COMM_WORLD)) tell(1);
         if (!strcmp(which, "other thread")) in_thread();
         else if (!strcmp(which, "two threads")) two_threads();
+        else if (!strcmp(which, "two errors")) two_errors();
         else if (strcmp(which, "after") && strcmp(which, "before")) {
             multiply();
             tell(bad(which));

@@ -1,4 +1,5 @@
-/* Each operation planned once and run with other elements, compared bit by bit with the same call: plans s|d|c|z. */
+/* Each operation planned once and run with other elements, also by pmm3d_begin and pmm3d_wait, compared bit by bit with
+   the same call. */
 #include <pmm3d.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -45,9 +46,11 @@ static int matrix(int on, int64_t rows, int64_t columns, const char *layout, cha
 /* Compare two runs of a plan, which writes to `by_plan`, with the calls, which write to `by_call`. Other elements of
    `source` for each. */
 #define COMPARE(source, by_plan, by_call, plan, call)                   \
-    for (int seed = 1; seed < 3; seed++, runs++) {                      \
+    for (int seed = 1, request; seed < 3; seed++, runs++) {             \
         fill(source, seed), fill(by_plan, 9), fill(by_call, 9);         \
-        check(pmm3d_run(plan));                                         \
+        if (seed == 1) check(pmm3d_run(plan));                          \
+        else check(pmm3d_begin(plan, &request));                        \
+        if (seed > 1) check(pmm3d_wait(&request)), wrong += request;    \
         check(call);                                                    \
         wrong += memcmp(by_plan, by_call, MOST) != 0;               \
     }                                                                   \
@@ -59,10 +62,24 @@ static void products(void) {
     int plan, in_a = matrix(grid, M, K, "A", 'F', a), in_b = matrix(grid, K, N, "zy/x", 'C', b);
     int in_c = matrix(grid, M, N, "C", 'F', c), in_d = matrix(grid, M, N, "C", 'F', d);
     set(alpha, 2), set(beta, 3), fill(b, 4);
+    check(pmm3d_plan_matmul('n', 'N', alpha, in_a, in_b, beta, in_d, &plan));
+    fill(a, 5), fill(c, 9), fill(d, 9);
+    check(pmm3d_run_matmul(plan, beta, in_a, in_b, alpha, in_c));
+    check(pmm3d_matmul('N', 'N', beta, in_a, in_b, alpha, in_d));
+    wrong += memcmp(c, d, MOST) != 0, runs++;
+    check(pmm3d_free(&plan));
     check(pmm3d_plan_matmul('n', 'N', alpha, in_a, in_b, beta, in_c, &plan));
     COMPARE(a, c, d, plan, pmm3d_matmul('N', 'N', alpha, in_a, in_b, beta, in_d))
     const int desca[9] = {1, 0, M, K, 3, 2, 0, 0, M}, descb[9] = {1, 0, K, N, 2, 5, 0, 0, M},
               descc[9] = {1, 0, M, N, 4, 4, 0, 0, M};
+    check(pmm3d_plan_pgemm(context, kind, 'N', 'N', M - 1, N, K, alpha, b, 2, 1, desca, a, 1, 1, descb, beta, d, 1, 1,
+                           descc, &plan));
+    fill(a, 5), fill(c, 9), fill(d, 9);
+    check(pmm3d_run_pgemm(plan, beta, a, b, alpha, c));
+    check(pmm3d_pgemm(context, kind, 'N', 'N', M - 1, N, K, beta, a, 2, 1, desca, b, 1, 1, descb, alpha, d, 1, 1,
+                      descc));
+    wrong += memcmp(c, d, MOST) != 0, runs++;
+    check(pmm3d_free(&plan)), check(pmm3d_context_trim(context));
     check(pmm3d_plan_pgemm(context, kind, 'N', 'N', M - 1, N, K, alpha, a, 2, 1, desca, b, 1, 1, descb, beta, c, 1, 1,
                            descc, &plan));
     COMPARE(a, c, d, plan, pmm3d_pgemm(context, kind, 'N', 'N', M - 1, N, K, alpha, a, 2, 1, desca, b, 1, 1, descb,
@@ -93,6 +110,13 @@ static void moves(void) {
     COMPARE(a, c, d, plan, pmm3d_to_block_cyclic(in_a, context, d, desca))
     check(pmm3d_plan_pgemr2d(kind, M - 2, N, a, 1, 1, desca, context, c, 3, 1, descb, second, &plan));
     COMPARE(a, c, d, plan, pmm3d_pgemr2d(kind, M - 2, N, a, 1, 1, desca, context, d, 3, 1, descb, second))
+    const int descd[9] = {1, 0, N, M, 2, 3, 0, 0, M};
+    char alpha[16], beta[16];
+    set(alpha, 2), set(beta, 3);
+    check(pmm3d_plan_ptran(context, kind, N, M, alpha, a, 1, 1, desca, beta, c, 1, 1, descd, &plan));
+    COMPARE(a, c, d, plan, pmm3d_ptran(context, kind, N, M, alpha, a, 1, 1, desca, beta, d, 1, 1, descd))
+    check(pmm3d_plan_pgeadd(context, kind, 'N', M, N, alpha, a, 1, 1, desca, beta, c, 1, 1, descb, &plan));
+    COMPARE(a, c, d, plan, pmm3d_pgeadd(context, kind, 'N', M, N, alpha, a, 1, 1, desca, beta, d, 1, 1, descb))
     int64_t slab[4] = {M * rank / size, M * (rank + 1) / size, 0, N};
     check(pmm3d_plan_from_blocks(a, slab, 'F', in_c, &plan));
     COMPARE(a, c, d, plan, pmm3d_from_blocks(a, slab, 'F', in_d))

@@ -92,6 +92,30 @@ def test_plans_of_every_operation_give_the_same_bits(program, ranks, limits, sha
     assert re.search(rf"^710 runs, 0 wrong; grids {shapes} and 1x1x1$", written, re.M), written
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind, ranks, rows, columns", [("s", 3, 1, 2), ("d", 4, 2, 2), ("c", 4, 1, 3), ("z", 4, 2, 2)])
+def test_routines_agree_with_scalapack(program, kind, ranks, rows, columns, wide):
+    """On some or all ranks, with integers of 4 and of 8 bytes."""
+    flags = ("-lscalapack-openmpi", *["-DPMM3D_ILP64"] * wide)
+    written = program("tests/embed/routines.c", flags=flags).written(ranks, kind, rows, columns)
+    [roundings] = re.findall(rf"^52 calls with integers of {8 if wide else 4} bytes: (\S+) roundings, info 1$", written)
+    assert float(roundings) < 8, written
+
+
+def test_the_calls_of_the_page_are_those_of_a_right_program(program):
+    """Cholesky in C, with integers of 8 bytes."""
+    [shown] = re.findall("```c\n(.*?)```", (ROOT / "docs" / "embedding.md").read_text(), re.S)
+    assert shown in (ROOT / "apps" / "embed" / "solve.c").read_text()
+    written = program("apps/embed/solve.c").written(3)
+    assert written == "3 ranks: info 0, every element of Y is right\n"
+
+
+@pytest.mark.parametrize("flags, width", [((), 4), (("-fdefault-integer-8",), 8)])
+def test_routines_plans_and_requests_in_fortran(program, flags, width):
+    written = program("embed/pmm3d.f90", "tests/embed/routines.f90", flags=flags).written(2)
+    assert written == f"{width} bytes, wrong: 0\n" * 2
+
+
 def test_several_contexts_and_a_thread_in_fortran(program):
     flags = "-lscalapack-openmpi", "-fopenmp"
     written = program("embed/pmm3d.f90", "tests/embed/contexts.f90", flags=flags).written(4)

@@ -59,6 +59,8 @@ ON_ALL = [  # errors on all ranks, after a mistake on the last rank or on all
     ("plan out", ARGUMENT, "plan is a NULL pointer"),
     ("limits", DISAGREEMENT, "pmm3d_matmul(..., max_workspace=1073741824)"),
     ("for type", ARGUMENT, "the type is 's', 'd', 'c' or 'z'"),
+    ("request free plan", ARGUMENT, "the plan has a request that was not waited for"),
+    ("request free grid", ARGUMENT, "the grid has a request that was not waited for"),
 ]
 HERE = [  # errors on one rank: the call is not collective, or its grid is unknown
     ("two grids", ARGUMENT, "97 names no matrix"),
@@ -66,6 +68,17 @@ HERE = [  # errors on one rank: the call is not collective, or its grid is unkno
     ("several matrix", ARGUMENT, "97 names no matrix"),
     ("several a", ARGUMENT, "97 names no context"),
     ("plan", ARGUMENT, "names no plan of this process: it is a matrix"),
+    ("request run", ARGUMENT, "this plan has a request: call pmm3d_wait first"),
+    ("request begin", ARGUMENT, "this plan has a request"),
+    ("request operands", ARGUMENT, "this plan has a request"),
+    ("request pgemm", ARGUMENT, "a plan of pmm3d_redistribute; this call takes a plan of pmm3d_pgemm"),
+    ("request null", ARGUMENT, "request is a NULL pointer"),
+    ("request matrix", ARGUMENT, "97 names no matrix of this process"),
+    ("request form", ARGUMENT, "MatmulPlan"),
+    ("request kind", ARGUMENT, "names no request of this process: it is a plan"),
+    ("request missing", ARGUMENT, "0 names no request of this process"),
+    ("library", ARGUMENT, "unknown array library 'abacus'; there are numpy, torch, torch:DEVICE and cupy"),
+    ("library null", ARGUMENT, "library is a NULL pointer"),
     ("closed", ARGUMENT, "closed"),
     ("null comm", ARGUMENT, "the communicator is MPI_COMM_NULL"),
     ("intercomm", ARGUMENT, "no intracommunicator"),
@@ -131,6 +144,13 @@ def test_components_of_a_program_are_users_that_are_counted(program):
 def test_two_threads_at_once(program):
     done, found = faults_of(program, 2, "two threads")
     assert not found and done.stdout.count("met: 1") == 2, done.stdout
+
+
+def test_each_thread_has_the_error_of_its_last_call(program):
+    """Also whether all ranks have it. A new thread has none."""
+    done, found = faults_of(program, 2, "two errors")
+    assert "thread has" not in done.stdout and sorted(fault[:2] for fault in found) == [(1, 0)] * 2 + [(1, 1)] * 2
+    assert all(("names no grid" in text) != everywhere for _, everywhere, text in found), found
 
 
 @pytest.mark.parametrize(
@@ -221,13 +241,16 @@ def test_variables_of_python_are_ignored(program, tmp_path):
     assert not found, done.stdout
 
 
-def test_integers_of_8_bytes_are_refused_by_the_compiler(tmp_path):
-    """The Fortran module itself compiles, for programs that pass integers of C."""
+def test_integers_of_another_size_are_refused_by_the_compiler(tmp_path):
+    """The Fortran module has the size of the program's default integers. Those of MPI have 4 bytes here."""
     compiler = ["mpifort.openmpi", "-fdefault-integer-8", "-c"]
     subprocess.run([*compiler, ROOT / "embed/pmm3d.f90"], cwd=tmp_path, check=True)
-    program = ROOT / "apps/embed/product.f90"
-    refused = subprocess.run([*compiler, program], cwd=tmp_path, text=True, capture_output=True)
-    assert refused.returncode != 0 and "passed INTEGER(8) to INTEGER(4)" in refused.stderr
+    (tmp_path / "a.f90").write_text(
+        "use pmm3d\nuse, intrinsic :: iso_c_binding\ninteger(c_int) :: desc(9), plan\n"
+        "plan = pmm3d_run(plan)\nend program\n"
+    )
+    refused = subprocess.run([*compiler, "a.f90"], cwd=tmp_path, text=True, capture_output=True)
+    assert refused.returncode != 0 and "passed INTEGER(4) to INTEGER(8)" in refused.stderr
 
 
 def test_one_rank_that_cannot_start_is_not_waited_for(program):

@@ -1,4 +1,4 @@
-"""`make install`: libraries that need no clone."""
+"""`make install`: libraries that need no clone, for pkg-config and CMake."""
 
 import os
 import shutil
@@ -6,6 +6,26 @@ import subprocess
 
 import pytest
 from callers import FOREIGN, ROOT, Caller
+
+CMAKE_PROJECT = """
+cmake_minimum_required(VERSION 3.13)
+project(users C Fortran)
+set(CMAKE_Fortran_MODULE_DIRECTORY ${CMAKE_BINARY_DIR}/modules)
+find_package(MPI REQUIRED)
+find_package(pmm3d {version} REQUIRED)
+find_package(pmm3d 9.0 QUIET)
+if(pmm3d_FOUND)
+  message(FATAL_ERROR "a version that is not there")
+endif()
+find_package(pmm3d REQUIRED)
+add_executable(in_c {apps}/product.c)
+target_link_libraries(in_c pmm3d::pmm3d MPI::MPI_C m)
+add_executable(in_fortran {apps}/product.f90)
+target_link_libraries(in_fortran pmm3d::fortran MPI::MPI_Fortran)
+add_executable(unchanged {tests}/factors.f90)
+target_link_libraries(unchanged -Wl,--as-needed pmm3d::scalapack scalapack-openmpi MPI::MPI_Fortran)
+install(TARGETS in_c in_fortran unchanged)
+"""
 
 pytestmark = pytest.mark.thorough("an environment of its own")
 
@@ -48,3 +68,25 @@ def test_what_is_installed_over_an_older_version_runs_without_the_clone(tmp_path
         assert f"[lib{name}.so.{version.partition('.')[0]}" in needed, needed
         assert (prefix / "lib" / f"lib{name}.so").resolve().name == f"lib{name}.so.{version}"
     assert Caller(program)(2).stdout.endswith(": right\n")
+    check_cmake(tmp_path, prefix, version)
+
+
+def check_cmake(tmp_path, prefix, version):
+    """Programs of a CMake project run, also after they were installed: the path of the libraries stays in them."""
+    folder = tmp_path / "users"
+    folder.mkdir()
+    text = CMAKE_PROJECT.replace("{version}", version).replace("{apps}", str(ROOT / "apps" / "embed"))
+    (folder / "CMakeLists.txt").write_text(text.replace("{tests}", str(ROOT / "tests" / "embed")))
+    for command in (
+        ["-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={prefix}", f"-DCMAKE_INSTALL_PREFIX={folder}/to"],
+        ["--build", folder / "build"],
+        ["--install", folder / "build"],
+    ):
+        compilers = {"CC": "mpicc.openmpi", "FC": "mpifort.openmpi"}
+        done = subprocess.run(["cmake", *command], env=os.environ | compilers, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("in_c", "in_fortran"):
+        assert Caller(folder / "to" / "bin" / name)(2).stdout.endswith(": right\n")
+    log = tmp_path / "log"
+    Caller(folder / "to" / "bin" / "unchanged").written(2, PMM3D_EMBED_LOG=str(log))
+    assert log.read_text().count("is loaded") == 2

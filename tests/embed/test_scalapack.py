@@ -43,12 +43,13 @@ def scalapack_test(scalapack_tests, tmp_path):
     return find
 
 
-def with_drop_in(log: Path, below: str = "0") -> dict[str, str]:
-    """Variables that preload the drop-in; below "0": pmm3d computes all products."""
+def with_drop_in(log: Path, below: str = "0", routines: str = "") -> dict[str, str]:
+    """Variables that preload the drop-in; below "0": pmm3d computes all calls of the routines, by default p?gemm."""
     return {
         "LD_PRELOAD": str(LIBRARIES / "libpmm3d_scalapack.so"),
         "PMM3D_EMBED_LOG": str(log),
         "PMM3D_SCALAPACK_BELOW": below,
+        "PMM3D_SCALAPACK_ROUTINES": routines,
     }
 
 
@@ -75,25 +76,89 @@ def test_the_program_in_fortran_agrees_with_scalapack(program, ranks, grid):
 @pytest.mark.parametrize("kind", "sdcz")
 def test_scalapacks_own_test_of_the_pblas_passes(scalapack_test, tmp_path, kind):
     """On four process grids. It also tests the errors for every wrong argument."""
-    log = tmp_path / "log"
+    log, routines = tmp_path / "log", ["gemm", "symm", "syrk", "syr2k", "trmm", "trsm", "geadd"]
+    routines += ["hemm", "herk", "her2k"] if kind in "cz" else []
     written = scalapack_test(f"PBLAS/{kind}pb3tst", f"PBLAS/P{kind.upper()}BLAS3TST.dat").written(
-        4, **with_drop_in(log)
+        4, **with_drop_in(log, "0", "all"), seconds=600
     )
-    total, passed, failed = re.findall(rf"P{kind.upper()}GEMM +(\d+) +(\d+) +(\d+) +0$", written, re.M)[0]
-    assert int(total) == int(passed) == 16 and failed == "0"
+    rows = re.findall(rf"P{kind.upper()}(\w+) +(\d+) +(\d+) +(\d+) +0$", written, re.M)
+    assert {name.lower() for name, *_ in rows} == {*routines, "tradd"}
+    assert all((total, passed, failed) == ("16", "16", "0") for _, total, passed, failed in rows)
     assert not re.search(r"FAILED +\*", written)
-    assert len(re.findall(r"check: P.GEMM +PASSED", written)) == 32  # unchanged inputs, and the result
-    assert done_by(log, f"p{kind}gemm")["pmm3d"] == 16 + 8 + 8 + 16  # one line per rank
+    assert len(re.findall(r"check: P\w+ +PASSED", written)) == 32 * len(rows)  # unchanged inputs, and the result
+    for name in routines:  # one line per rank; p?trmm also checks p?trsm
+        assert done_by(log, f"p{kind}{name}")["pmm3d"] == (16 + 8 + 8 + 16) * (2 if name == "trmm" else 1)
 
 
-def test_scalapacks_own_test_of_lu_passes(scalapack_test, tmp_path):
-    """Its pdgetrf, inside the library, calls pdgemm."""
+@pytest.mark.parametrize(
+    "program, file, tests, routines",
+    [
+        ("xdlu", "LU.dat", 240, {"gemm": 500, "trsm": 100}),  # calls of p?getrf
+        ("xdllt", "LLT.dat", 432, {"potrf": 100, "potrs": 1000}),
+        ("xzllt", "LLT.dat", 432, {"potrf": 100, "potrs": 1000}),
+    ],
+)
+def test_scalapacks_own_tests_of_factorisations_pass(scalapack_test, tmp_path, program, file, tests, routines):
+    log, kind, tester = tmp_path / "log", program[1], scalapack_test(program, file)
+    given = tmp_path / file
+    given.write_text(re.sub(r"^T( +\(T or F\) Test Cond)", r"F\1", given.read_text(), flags=re.M))  # 10,000 of p?potrs
+    written = tester.written(4, **with_drop_in(log, "0", "all"), seconds=600)
+    assert f"{tests} tests completed and passed residual checks" in written
+    assert re.search("^ +0 tests completed and failed residual checks", written, re.M)
+    for name, calls in routines.items():
+        by = done_by(log, f"p{kind}{name}")
+        assert by["pmm3d"] > calls and not by["scalapack"]
+
+
+def test_scalapacks_own_test_of_inverses_passes(scalapack_test, tmp_path):
+    """Of general, triangular and positive definite matrices."""
     log = tmp_path / "log"
-    written = scalapack_test("xdlu", "LU.dat").written(4, **with_drop_in(log), seconds=600)
-    assert "240 tests completed and passed residual checks" in written
-    assert "0 tests completed and failed residual checks" in written
-    calls = done_by(log, "pdgemm")
-    assert calls["pmm3d"] > 500 and not calls["scalapack"]
+    written = scalapack_test("xdinv", "INV.dat").written(4, **with_drop_in(log, "0", "all"), seconds=600)
+    assert re.search("^ +0 tests completed and failed residual checks", written, re.M)
+    assert "PASSED" in written and "FAILED" not in written
+    for name in ("trtri", "trmm", "trsm", "potrf", "gemm"):
+        assert done_by(log, f"pd{name}")["pmm3d"] > 0, name
+
+
+@pytest.mark.parametrize("routine", ["tran", "geadd", "gemr2d", "syrk", "trsm", "potrf", "potrs", "trtri"])
+def test_each_routine_and_scalapacks_own_in_one_process(program, tmp_path, routine):
+    """The program checks the results of both."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    written = timed.written(2, routine, 96, 16, 1, **with_drop_in(log, "0", routine))
+    assert float(re.search(r"^error (\S+)$", written, re.M)[1]) < 1e-12
+    assert done_by(log, f"pd{routine}") == {"pmm3d": 4}
+
+
+def test_routines_are_switched_on_by_name(program, tmp_path):
+    """A factorisation calls p?syrk and p?trsm too. Python is not started for routines that are off."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    for routines, said in (("", 0), ("trtri,gemr2d", 0), ("potrf,getrf", 1)):
+        log.unlink(missing_ok=True)
+        done = timed(2, "cholesky", 96, 16, 1, **with_drop_in(log, "0", routines), PMM3D_PYTHON="/no/such/python")
+        assert done.returncode == 0 and "left to ScaLAPACK" not in done.stderr, done.stderr
+        assert done.stderr.count("PMM3D_SCALAPACK_ROUTINES=potrf,getrf is no list of routines") == said
+        assert done_by(log, "pdpotrf") == {"scalapack": 4} and done_by(log, "pdtrsm")["scalapack"] > 4
+        assert "scalapack, " in log.read_text() and "not switched on (PMM3D_SCALAPACK_ROUTINES)" in log.read_text()
+
+
+def test_routines_inside_scalapacks_own_cholesky_factorisation(program, tmp_path):
+    """They read and write parts of one array."""
+    log, timed = tmp_path / "log", program("benchmarks/drop_in.c", flags=SCALAPACK)
+    written = timed.written(2, "cholesky", 96, 16, 0, **with_drop_in(log, "0", "syrk,trsm"))
+    assert float(re.search(r"^error (\S+)$", written, re.M)[1]) < 1e-12
+    assert done_by(log, "pdpotrf") == {"scalapack": 2} and done_by(log, "pdsyrk") == {"pmm3d": 10}
+    assert done_by(log, "pdtrsm") == {"pmm3d": 10 + 4}  # and two in the solution
+
+
+def test_calls_of_8_byte_integers_reach_scalapack_as_they_are(program, tmp_path):
+    log, library = tmp_path / "log", tmp_path / "libwide.so"
+    source = ROOT / "tests" / "embed" / "wide.c"
+    subprocess.run(["mpicc.openmpi", "-shared", "-fPIC", "-DLIBRARY", source, "-o", library], check=True)
+    wide = program("tests/embed/wide.c", flags=("-lpmm3d_scalapack", str(library), f"-Wl,-rpath,{tmp_path}"))
+    done = wide(2, PMM3D_EMBED_LOG=str(log), PMM3D_SCALAPACK_BELOW="0", PMM3D_SCALAPACK_ROUTINES="all")
+    assert done.stdout == "A 2, INFO 1099511627777\n" * 6, done.stdout + done.stderr
+    assert done.stderr.count("pmm3d: pdpotrf is left to ScaLAPACK") == 1
+    assert log.read_text().count(" L 3: scalapack, ") == 6 and "of integers of 8 bytes" in log.read_text()
 
 
 def test_a_program_that_is_linked_with_it(program, tmp_path):
@@ -141,7 +206,9 @@ def test_small_products_are_left_and_python_is_not_started(program, tmp_path, wo
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert float(re.search(r"^error (\S+)$", done.stdout, re.M)[1]) < 1e-11
     assert by(log) == {"pmm3d": [0] * 4, "scalapack": [calls] * 4}
-    assert len(re.findall(r"^process \d+, drop_in: pmm3d's p\?gemm is loaded$", log.read_text(), re.M)) == 4
+    assert (
+        len(re.findall(r"^process \d+, drop_in: pmm3d's drop-in for ScaLAPACK is loaded$", log.read_text(), re.M)) == 4
+    )
     log.unlink()
     timed.written(4, *words, **with_drop_in(log))
     assert by(log) == {"pmm3d": [calls] * 4}
@@ -204,7 +271,7 @@ def test_a_program_that_names_no_pgemm(program, tmp_path, needed, processes):
     log, flags = tmp_path / "log", (f"-Wl,{needed}", "-lpmm3d_scalapack", "-Wl,--as-needed", *SCALAPACK)
     linked = program("tests/embed/factors.f90", flags=flags)
     linked.written(2, PMM3D_EMBED_LOG=str(log))
-    assert (log.exists() and log.read_text().count("pmm3d's p?gemm is loaded")) == processes
+    assert (log.exists() and log.read_text().count("pmm3d's drop-in for ScaLAPACK is loaded")) == processes
 
 
 def test_the_size_is_measured():
@@ -218,14 +285,21 @@ def test_the_size_is_measured():
     assert re.search(r"^ +32x8x32 .*^  export PMM3D_SCALAPACK_BELOW=\d+$", written, re.M | re.S), written
 
 
-def test_the_benchmark_of_the_drop_in():
+@pytest.mark.parametrize(
+    "options, row",
+    [
+        ((), r"^\| lu 96 16 (\|[^|]+){4}\| scalapack 5 \| \d+, \d+ \|$"),
+        (("--routines", "tran"), r"^\| tran \| 96 \| 16 \| 2 (\|[^|]+){4}\| pmm3d 1 \|$"),
+    ],
+)
+def test_the_benchmark_of_the_drop_in(options, row):
     [blas] = Path("/usr/lib").glob("*/libblas.so.3")
     settings = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "drop_in.py", "--quick"],
+        [sys.executable, ROOT / "benchmarks" / "drop_in.py", "--quick", *options],
         env=settings | AS_ROOT_ON_FEW_CORES | {"PMM3D_BLAS": str(blas)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
-    assert re.search(r"^\| lu 96 16 (\|[^|]+){4}\| scalapack 5 \| \d+, \d+ \|$", done.stdout, re.M), done.stderr
+    assert re.search(row, done.stdout, re.M), done.stderr

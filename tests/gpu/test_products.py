@@ -25,6 +25,7 @@ from gpu.cases import (
     wide,
 )
 from pmm3d import DistMatrix, Grid, Layout, Pmm3dError, matmul
+from pmm3d.layout import WIDER
 
 pytestmark = gpu
 GRIDS = {1: [(1, 1, 1)], 2: [(2, 1, 1), (1, 2, 1), (1, 1, 2)], 4: [(2, 2, 1), (2, 1, 2)], 8: [(2, 2, 2)] * 2}
@@ -129,7 +130,7 @@ def check_products(comm, library, precision, transport, ways, result):
 def product_error(
     comm: MPI.Intracomm, library: str, precision: str, transport: str, shape: Any, stored: str, panels: int
 ) -> float:
-    """C = A B, then C = A B / 2 + C / 2: relative error compared with NumPy."""
+    """C = A B, then C = A B / 2 + C / 2: relative error compared with NumPy. A C of the wider type is checked here."""
     m, n, k = SIZES.product
     with Grid(comm, shape, device_transport=transport) as grid:
         a, b = (
@@ -140,6 +141,10 @@ def product_error(
         c = matmul(a, b, **how)
         matmul(a, b, out=c, alpha=0.5, beta=0.5, **how)
         found, left, right = (wide(matrix.gather()) for matrix in (c, a, b))
+        if precision in WIDER:
+            wider = matmul(a, b, panels=panels, out_dtype=WIDER[precision])
+            error = relative_error(wide(wider.gather()), left @ right)
+            assert error <= 100 * np.finfo(WIDER[precision]).eps, f"in {WIDER[precision]}: {error:.1e}"
     return relative_error(found, left @ right)
 
 

@@ -21,13 +21,13 @@ from networks import (
 )
 from samples import TESTED, to_numpy
 
-from pmm3d import DistMatrix, DTypeError, Grid, nn
+from pmm3d import DistMatrix, DTypeError, Grid, Pmm3dError, nn
 from pmm3d.io import Checkpoints
 from pmm3d.io.shards import own_shards
 from pmm3d.layout import Layout, batch_layout, itemsize
 from pmm3d.nn import optim
 from pmm3d.nn.dry import memory
-from pmm3d.nn.feedback import feedback_matrices
+from pmm3d.nn.feedback import compresses, feedback_matrices
 from pmm3d.nn.recorded_steps import Replays
 from pmm3d.nn.training import TrainState
 from pmm3d.nn.training.config import checked
@@ -78,7 +78,9 @@ def test_what_was_applied_and_what_is_left_add_up(grid, name, kind):
     assert np.abs(moved + left - plain).max() < 1e-12 * np.abs(plain).max()
     assert np.abs(left).max() > 1e-3
     moved = before["bias"] - weights_of(net)["bias"]
-    assert np.abs(moved + whole(matrices["feedback/bias"]) - of_bias).max() < 1e-12 * np.abs(of_bias).max()
+    left = whole(matrices["feedback/bias"]) if "feedback/bias" in matrices else 0  # PowerSGD does not compress vectors
+    assert ("feedback/bias" in matrices) != name.startswith("powersgd")
+    assert np.abs(moved + left - of_bias).max() < 1e-12 * np.abs(of_bias).max()
 
 
 def steps_of(state, first, last):
@@ -88,30 +90,99 @@ def steps_of(state, first, last):
         state.optimizer.step()
 
 
-def state_on(grid, name):
+def state_on(grid, name, kind=True):
     compress(grid, name)
     net = network_of(grid, CLASSES, library=TESTED)
-    return TrainState(net, optim.AdamW(net.parameters(), 0.05, shard_over_data=True))
+    return TrainState(net, optim.AdamW(net.parameters(), 0.05, shard_over_data=kind))
+
+
+@pytest.mark.parallel([2])
+@on_grid("ddp", 2)
+@looped("name", NAMES)
+@looped("kind", [False, True])
+def test_neither_a_save_nor_a_refused_resume_changes_a_bit(grid, shared_path, fails, name, kind):
+    """The sum of the errors is a copy, so all trainings have the same bits."""
+    checkpoints, found = Checkpoints(grid, shared_path / f"{name.partition(':')[0]}{kind}"), {}
+    for what in ("nothing", "save", "refused"):
+        state = state_on(grid, name, kind)
+        steps_of(state, 0, 2)
+        if what == "save":
+            state.save(checkpoints)
+            assert {each: whole(one).tobytes() for each, one in feedback_matrices(state.network).items()} == {
+                each: whole(one).tobytes() for each, one in state.matrices().items() if each.startswith("feedback/")
+            }
+        elif what == "refused":
+            state.optimizer = Renamed(state.network.parameters(), 0.05, shard_over_data=kind)
+            before = [to_numpy(each.grad_buffer.feedback.error, each.library).copy() for each in errors_in(state)]
+            fails(Pmm3dError, "the checkpoint's optimizer is AdamW", lambda: state.resume(checkpoints))
+            now = [to_numpy(each.grad_buffer.feedback.error, each.library) for each in errors_in(state)]
+            assert bits(dict(enumerate(before))) == bits(dict(enumerate(now)))
+            continue
+        steps_of(state, 2, 4)
+        found[what] = bits(weights_of(state.network))
+    assert found["nothing"] == found["save"]
+
+
+class Renamed(optim.AdamW):
+    """An optimizer of another name."""
+
+
+def errors_in(state):
+    return [each for each in state.network.parameters() if each.grad_buffer.feedback is not None]
+
+
+@pytest.mark.parallel([2])
+@on_grid("ddp", 2)
+def test_a_rank_with_a_failed_gradient_takes_part_in_a_save(grid):
+    """Its errors are lost with the gradient, and those of the other rank are stored. No rank waits alone."""
+    compress(grid, "int8")
+    net = nn.Linear(grid, 6, 4, seed=1, dtype="float64", library=TESTED)
+    x = spread(grid, np.random.default_rng(0).standard_normal((8, 6)), dtype="float64")
+    linear_loss(net, x, np.ones((8, 4))).backward()
+    net.weight.grad_buffer.wait()
+    own = to_numpy(net.weight.grad_buffer.feedback.error, net.weight.library).reshape(6, 4)
+    expected = grid.comm.bcast(own.copy())
+    if grid.rank:
+        net.weight.grad_buffer.fail()
+    found = whole(feedback_matrices(net)["feedback/weight"])
+    assert np.array_equal(found, expected) and np.abs(expected).max() > 0
+    optim.SGD(net.parameters(), 0.1).zero_grad()
+
+
+@pytest.mark.parallel([2])
+@on_grid("ddp", 2)
+def test_a_save_stores_errors_of_compressed_sums_only(grid):
+    """Not of vectors with powersgd, and nothing if the codec is not smaller than the messages. No memory is made."""
+    compress(grid, "powersgd:1")
+    net = nn.Linear(grid, 64, 32, seed=1, dtype="float64", library=TESTED)
+    assert [*feedback_matrices(net)] == ["feedback/weight"]
+    linear_loss(net, spread(grid, np.ones((8, 64)), dtype="float64"), np.ones((8, 32))).backward()
+    assert [*feedback_matrices(net)] == ["feedback/weight"] and net.bias.grad_buffer.feedback is None
+    compress(grid, "float16")
+    low = nn.Linear(grid, 64, 32, seed=1, precision="float16", library=TESTED)
+    assert not feedback_matrices(low) and not compresses(low) and low.weight.grad_buffer.feedback is None
 
 
 @pytest.mark.parallel([4])
 @looped("name", NAMES)
-def test_a_resumed_training_has_the_bits_of_the_one_that_goes_on(comm, tmp_path_factory, caplog, name):
-    """On another grid, nothing of what was not sent is lost, unless it compresses nothing. Rank 0 then says so."""
+def test_a_resumed_training_continues_from_the_sum_of_the_errors(comm, tmp_path_factory, caplog, name):
+    """Nothing of what was not sent is lost, on any grid, unless it compresses nothing. Rank 0 then says so."""
     folder = comm.bcast(tmp_path_factory.mktemp("compressed"))
     with Grid(comm, (1, 1, 2), 2) as grid:
         state, checkpoints = state_on(grid, name), Checkpoints(grid, folder)
         steps_of(state, 0, 3)
         state.save(checkpoints)
-        left = {path: whole(matrix) for path, matrix in feedback_matrices(state.network).items()}
+        left, on = {path: whole(matrix) for path, matrix in feedback_matrices(state.network).items()}, []
         assert all(np.abs(left[f"feedback/{path}"]).max() > 0 for path in ("0.weight", "3.weight"))
-        steps_of(state, 3, 6)
-        on = bits(weights_of(state.network))
-        other = state_on(grid, name)
-        steps_of(other, 0, 1)
-        other.resume(checkpoints, folder / "step-00000003")
-        steps_of(other, 3, 6)
-        assert bits(weights_of(other.network)) == on
+        for steps in (0, 1):
+            other = state_on(grid, name)
+            steps_of(other, 0, steps)
+            other.resume(checkpoints, folder / "step-00000003")
+            now = feedback_matrices(other.network)
+            assert all((whole(now[path]) == values).all() for path, values in left.items())
+            steps_of(other, 3, 6)
+            on.append(bits(weights_of(other.network)))
+        assert on[0] == on[1]
     for shape, data in (((1, 1, 1), 4), ((2, 1, 1), 2), ((2, 2, 1), 1)):
         with Grid(comm, shape, data) as grid:
             state, checkpoints = state_on(grid, name), Checkpoints(grid, folder)
@@ -232,17 +303,25 @@ def test_a_dry_run_predicts_the_copies_of_a_checkpoint():
 @pytest.mark.parallel([2])
 @on_grid("ddp", 2)
 def test_a_scaled_loss_that_overflows_is_skipped_by_all_ranks(grid):
-    """DeepSpeed 4886, 6926: the scale falls, the errors stay finite and follow the scale, and the training goes on."""
+    """DeepSpeed 4886, 6926: the scale falls, the errors stay finite and follow the scale, and the training goes on. A
+    skipped step changes no error, also with several backward passes: what it had sent is not lost."""
     compress(grid, "int8")
     net = nn.Linear(grid, 6, 4, seed=1, precision="float16", library=TESTED)
     optimizer, scale = optim.SGD(net.parameters(), 0.1), optim.LossScale(start=2.0**20, most=2.0**20, every=2)
     x, losses = spread(grid, np.random.default_rng(1).standard_normal((8, 6)), dtype="float16"), []
     y = spread(grid, np.random.default_rng(2).standard_normal((8, 4)), batch_layout(None), dtype="float32")
-    for _ in range(30):
-        loss = nn.mse(net(x), y)
-        loss.backward(scale=scale.value)
-        scale.step(optimizer)
+    skipped_with_errors = 0
+    for step in range(30):
+        before = {name: whole(each) for name, each in feedback_matrices(net).items()}
+        for _ in range(1 + step % 2):
+            loss = nn.mse(net(x), y)
+            loss.backward(scale=scale.value)
+        taken = scale.step(optimizer)
         losses.append(loss.item())
+        if not taken:
+            assert all((before[name] == whole(each)).all() for name, each in feedback_matrices(net).items())
+            skipped_with_errors += np.abs(before["feedback/weight"]).max() > 0
+    assert skipped_with_errors > 0
     feedback = net.weight.grad_buffer.feedback
     error = to_numpy(feedback.error, net.weight.library)
     assert 1 < scale.skipped < 15 and losses[-1] < 0.8 * losses[0]

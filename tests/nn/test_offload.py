@@ -388,6 +388,17 @@ def test_after_a_loss_no_optimizer_uses_the_gradients(comm, folder, monkeypatch)
         failing_once(store, "_read", 0, monkeypatch)
         with pytest.raises(Pmm3dError, match="arrays are lost"):
             loss.backward()
+        with pytest.raises(Pmm3dError, match="arrays are lost"):
+            store._agree()
+        for problems, failed in (((False,), False), ((False, True, False), True)):  # a loss counts beside others
+            with given(problems=problems):
+                opts[1].zero_grad()
+                nn.mse(nets[1](x), x).backward()
+                for number, is_loss in enumerate(problems):
+                    store._note(f"problem {number}", is_loss)
+                with pytest.raises(Pmm3dError, match="problem 1; arrays are lost" if failed else "problem 0"):
+                    store._agree()
+                assert {each.grad_buffer.failed for each in nets[1].parameters()} == {failed}
 
 
 @pytest.mark.parallel([1])

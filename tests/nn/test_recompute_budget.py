@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loops import given
 from networks import over_grids
 from samples import bits_of
 
@@ -157,6 +158,46 @@ def test_a_budget_for_everything_recomputes_nothing(comm):
 
 
 @pytest.mark.parallel([1])
+def test_a_budget_inside_a_part_that_is_computed_again_is_refused(comm, fails):
+    """It was ignored there, or was measured with the rows of a tile. Without a backward pass it has no effect."""
+    with Grid(comm, "1x1x1") as grid:
+        x = rows(grid)
+        inner = lambda: mlp(grid, "1 GiB")
+        outer = mlp(grid, "1 GiB")
+        outer.layers.append(nn.MLP(grid, [20, 24, 20], seed=0, recompute="1 GiB"))
+        outer.budget.groups = [*outer.budget.groups, outer.budget.groups[-1]._replace(
+            begin=len(outer.layers) - 1, end=len(outer.layers))]  # fmt: skip
+        for net in (nn.Recompute(inner()), nn.Tiled(inner(), rows=50), outer):
+            with given(net=type(net).__name__):
+                fails(Pmm3dError, "Leave recompute out in the inner network", lambda net=net: net(x))
+                with nn.no_grad(grid):
+                    net(x)
+
+
+@pytest.mark.parallel([2])
+@over_grids(lambda ranks: [("2x1x1", 1)])
+def test_inputs_that_are_gathered_again_are_counted_as_shards(grid):
+    """Also if the setting changes between steps."""
+    overlap, x = nn.Tape.of(grid).parallel, tokens(grid)
+    overlap.overlap = nn.Overlap(regather_inputs=True)
+    net = gpt(grid, "1 TiB", 2, activations="sharded")
+    shards = Chain(operations(net, x))
+    held = held_by(net, net(x), x)
+    assert held == choose([shards]).kept if grid.rank == 0 else held <= choose([shards]).kept
+    net.budget.nbytes = choose([shards]).peak
+    net(x)
+    kept = net.budget.chosen
+    overlap.overlap = nn.Overlap()
+    assert choose([Chain(operations(net, x))]).kept > choose([shards]).kept
+    net(x)
+    computes_again = [" recomputed" in words or " selective" in words for words in (kept, net.budget.chosen)]
+    assert computes_again == [False, True]
+    overlap.overlap = nn.Overlap(regather_inputs=True)
+    net(x)
+    assert net.budget.chosen == kept
+
+
+@pytest.mark.parallel([1])
 def test_frozen_layers_and_other_inputs_have_choices_of_their_own(comm):
     with Grid(comm, "1x1x1") as grid:
         net = gpt(grid, "1 TiB")
@@ -248,6 +289,8 @@ def test_the_budget_holds_for_all_micro_batches_of_a_stage(comm, fails):
             if recompute != "none":
                 calls = net.stages[net.index].budget.now
                 again[recompute] = comm.allgather(sum(isinstance(each, Recompute) for each in calls))
+                assert (" recomputed" in net.budget.chosen) == (again[recompute][comm.rank] > 0)
+                assert net.budget.chosen.endswith(f" of {'1 GiB' if recompute == '1 GiB' else '1.37 MiB'}")
         assert len(found) == 1
         assert again["1 GiB"] == [0, 0] and again["1400 KiB"][0] > again["1400 KiB"][1]
         net = nn.Pipeline(grid, lambda stage: gpt(stage, "1 GiB"), schedule="zb-h1")

@@ -249,8 +249,8 @@ def test_evaluations_score_by_tiles_and_other_functions_get_all_logits(grid):
         seen.append("_value" in vars(out))
         return result
 
-    found = evaluate(net, [(x, y)] * 4, nn.cross_entropy)
-    assert found == pytest.approx(expected, abs=1e-12)
+    found = evaluate(net, [(x, y)] * 4, nn.cross_entropy, {"own": nn.accuracy})
+    assert found.pop("own") == found["accuracy"] and found == pytest.approx(expected, abs=1e-12)
     evaluate(net, [(x, y)], loss)
     assert seen == [False]
     prompt = np.arange(8).reshape(2, 4)
@@ -259,6 +259,20 @@ def test_evaluations_score_by_tiles_and_other_functions_get_all_logits(grid):
         out = net(x)
         assert out.shape == (SEQUENCES * LENGTH, VOCABULARY) and out.box == plain(x).box
     assert np.array_equal(out.gather(), plain(x).gather())
+
+
+def test_an_evaluation_computes_the_head_once():
+    """For the loss, the accuracy and metrics."""
+    flop = {}
+    for tiles in (0, 7):
+        with Grid.dry((1, 1, 2)) as grid:
+            net, layout = network(grid, loss_tiles=tiles, library="numpy"), token_layout(grid, LENGTH)
+            x = DistMatrix.empty(grid, (SEQUENCES * LENGTH, 1), dtype="int64", layout=layout)
+            x.labels_below = VOCABULARY
+            grid.dry_run.actions.clear()
+            evaluate(net, [(x, x)], nn.cross_entropy, {"own": nn.accuracy})
+            flop[tiles] = sum(each.m * each.n * each.k for each in grid.dry_run.actions if each.what == "gemm")
+    assert flop[0] == flop[7] > 0
 
 
 @pytest.mark.parallel([1])

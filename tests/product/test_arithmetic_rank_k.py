@@ -10,7 +10,7 @@ from samples import TESTED, UP_TO_4, integers, to_library, to_numpy
 from test_arithmetic import assert_is, made
 
 from pmm3d import DistMatrix, DTypeError, Grid, Layout, LayoutError, Pmm3dError, herk, matmul, syrk
-from pmm3d.product import rank_k
+from pmm3d.linalg import matrix_triangle, squares
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 6])
 SHAPES = [(13, 5), (1, 3), (0, 4), (6, 0)]
@@ -19,8 +19,12 @@ SHAPES = [(13, 5), (1, 3), (0, 4), (6, 0)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of three rows and tiles of four, so that small matrices have several."""
-    for name, value in (("LEAST_ROWS", 3), ("LEAST_DEPTH", 0), ("MIRRORED", 4)):
-        monkeypatch.setattr(rank_k, name, value)
+    for module, name, value in (
+        (squares, "LEAST_ROWS", 3),
+        (squares, "LEAST_DEPTH", 0),
+        (matrix_triangle, "MIRRORED", 4),
+    ):
+        monkeypatch.setattr(module, name, value)
 
 
 def results(whole):
@@ -108,7 +112,7 @@ def test_what_is_refused(some_grid, all_fail):
 
 
 def test_without_halves(some_grid, monkeypatch):
-    monkeypatch.setattr(rank_k, "LEAST_DEPTH", 6)
+    monkeypatch.setattr(squares, "LEAST_DEPTH", 6)
     a, whole = made(some_grid, (13, 5))
     out = DistMatrix.empty(some_grid, (13, 13), layout=Layout("x", "z"))
     assert_is(syrk(a), whole @ whole.T, syrk(a, out=out), whole @ whole.T)

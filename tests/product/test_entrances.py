@@ -363,7 +363,23 @@ def test_from_local_without_a_copy(comm, all_fail):
             assert np.all(mine == 4)
         in_place = lambda array: lambda: DistMatrix.from_local(grid, array, (4, 4), layout=Layout("z"), copy=False)
         wrong = np.zeros((2, 4), order="F") if grid.rank else np.zeros((2, 4))
-        all_fail(*((LayoutError, "copy=False", in_place(array)) for array in (wrong, np.zeros((2, 4), ">f8"))))
+        refused = {
+            'Pass order="F"': wrong,
+            "Convert it to plain elements": np.zeros((2, 4), ">f8"),
+            "Pass an array without gaps": np.zeros((4, 8))[::2, ::2],
+        }
+        all_fail(*((LayoutError, f"copy=False, .*{remedy}", in_place(array)) for remedy, array in refused.items()))
+        for copy in (0, np.False_):
+            with pytest.raises(LayoutError, match="copy is True, False or None"):
+                DistMatrix.from_local(grid, mine, (4, 4), layout=Layout("z"), order="F", copy=copy)
         for copy in (None, True):
             made = DistMatrix.from_local(grid, mine, (4, 4), layout=Layout("z"), order="F", copy=copy)
             assert np.shares_memory(made.local, mine) == (copy is None)
+
+
+def test_the_capsule_of_a_conjugated_view_is_a_copy_or_an_error(comm):
+    with Grid(comm, (1, 1, 2)) as grid:
+        a = DistMatrix.ones(grid, (4, 4), dtype="complex128", library="numpy")
+        with pytest.raises(BufferError, match="a conjugated view"):
+            a.H.__dlpack__(copy=False)
+        assert not np.shares_memory(np.from_dlpack(a.H), a.local) and np.shares_memory(np.from_dlpack(a.T), a.local)

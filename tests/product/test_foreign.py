@@ -23,7 +23,7 @@ from pmm3d import (
 )
 from pmm3d.arrays import library_named
 from pmm3d.layout import Placement
-from pmm3d.product import tiles
+from pmm3d.product import redistribution, tiles
 
 pytestmark = pytest.mark.parallel([2, 4], thorough=[1, 6, 8])
 LAYOUTS = (Layout.A, Layout.C, Layout(), Layout("z"), Layout("x", "y"), Layout("z", "x", sums="y"))
@@ -132,7 +132,7 @@ def test_many_rounds_take_little_work_memory(comm, monkeypatch):
     with Grid(comm, (1, comm.size, 1)) as grid:
         for _ in range(4):
             tiled, other = (drawn(random, grid.size, whole.shape) for _ in range(2))
-            monkeypatch.setattr(tiles, "ROUND_BYTES", 500)
+            monkeypatch.setattr(redistribution, "PACKED_BYTES", 500)
             move = Redistribution(grid, tiled, other)
             arrays = held(other, grid.rank, whole * 0)
             move(held(tiled, grid.rank, whole), arrays)
@@ -141,10 +141,10 @@ def test_many_rounds_take_little_work_memory(comm, monkeypatch):
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
-@looped("round_bytes", [tiles.ROUND_BYTES, 500])
+@looped("round_bytes", [redistribution.PACKED_BYTES, 500])
 def test_a_plan_is_used_again_and_adds(some_grid, monkeypatch, round_bytes):
     """Many rounds have the results of one."""
-    monkeypatch.setattr(tiles, "ROUND_BYTES", round_bytes)
+    monkeypatch.setattr(redistribution, "PACKED_BYTES", round_bytes)
     rank, whole, random = some_grid.rank, integers((40, 37)), np.random.default_rng(7)
     for _ in range(4):
         source, target = (drawn(random, some_grid.size, whole.shape) for _ in range(2))

@@ -1,6 +1,7 @@
 """MatmulPlan: the bits and bytes of matmul, the end of a plan, refused arguments."""
 
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest.mock import Mock
@@ -12,7 +13,20 @@ from loops import given, looped
 from mpi4py import MPI
 from products import each_shape, moved
 
-from pmm3d import DisagreementError, DistMatrix, Grid, GridError, Layout, LayoutError, MatmulPlan, matmul
+from pmm3d import (
+    DisagreementError,
+    DistMatrix,
+    DTypeError,
+    Grid,
+    GridError,
+    Layout,
+    LayoutError,
+    MatmulPlan,
+    Pmm3dError,
+    matmul,
+)
+from pmm3d.comm import Persistent
+from pmm3d.product import matmul_plan
 from pmm3d.product.multiply import ProductRun
 
 pytestmark = pytest.mark.parallel([2], thorough=[1, 4, 8])
@@ -132,6 +146,145 @@ def test_views_read_the_shard_of_their_matrix(comm, library):
                 assert np.allclose(product().gather(), wanted) and np.allclose(matmul(*views).gather(), wanted)
 
 
+@pytest.mark.parallel([2], thorough=[4])
+@each_shape
+def test_matrices_and_factors_of_a_call(grid):
+    """They have the bits of matmul, also in turns. What is not read may be NaN."""
+    nan = float("nan")
+    for layouts, order, panels, dtype in (
+        ((Layout.A, Layout.B), "C", None, "float64"),
+        (OTHERS, "F", None, "complex128"),
+        ((Layout.A, Layout.B), "C", 2, "float32"),
+    ):
+        with given(layouts=layouts, panels=panels):
+            random = lambda shape, layout, seed: DistMatrix.random(
+                grid, shape, seed=seed, dtype=dtype, layout=layout, order=order, library="numpy"
+            )
+            sets = [
+                (
+                    random((23, 19), layouts[0], n),
+                    random((19, 17), layouts[1], n + 1),
+                    random((23, 17), Layout.C, n + 2),
+                )
+                for n in (1, 5, 9)
+            ]
+            right = DistMatrix.empty(grid, (23, 17), dtype=dtype, layout=Layout.C, order=order, library="numpy")
+            with MatmulPlan(*sets[0][:2], out=sets[0][2], alpha=3, panels=panels) as plan:
+                for number, alpha, beta in (
+                    (1, 2, -1),
+                    (2, None, 0.5),
+                    (1, -1, 0),
+                    (0, None, None),
+                    (1, 0, 2),
+                    (2, 1, 0),
+                ):
+                    a, b, c = sets[number]
+                    if alpha == 0:
+                        a.local[...] = nan
+                    if beta == 0:
+                        c.local[...] = nan
+                    right.local[...] = c.local
+                    factors = {"alpha": 3 if alpha is None else alpha, "beta": beta or 0}
+                    matmul(a, b, out=right, panels=panels, **factors)
+                    for call in (plan, lambda *passed, **options: plan.start(*passed, **options).wait()):
+                        before = c.local.copy()
+                        passed = {} if number == 0 else {"a": a, "b": b, "out": c}
+                        assert call(**passed, alpha=alpha, beta=beta) is c
+                        assert np.array_equal(c.gather(), right.gather(), equal_nan=alpha == 0)
+                        c.local[...] = before
+                    if alpha == 0:
+                        a.local[...] = 1
+                assert plan.out is sets[0][2] and plan(sets[1][0]) is plan.out
+                matmul(sets[1][0], sets[0][1], out=right, alpha=3, panels=panels)
+                assert np.array_equal(plan.out.gather(), right.gather())
+
+
+@pytest.mark.parallel([2])
+def test_a_call_refuses_matrices_of_another_form(comm, all_fail):
+    with Grid(comm, (1, 2, 1)) as grid, Grid(comm, (1, 2, 1)) as other:
+        a, b = operands(grid)
+        wide = lambda **options: DistMatrix.ones(grid, (23, 19), **{"library": "numpy", **options})
+        fixed = DistMatrix.from_local(grid, np.ones((12 - grid.rank, 17)), (23, 17), layout=Layout.C)
+        fixed.local.flags.writeable = False
+        plan, square = MatmulPlan(a, b), MatmulPlan(*operands(grid, (8, 8, 8), layouts=(Layout.A, Layout.A)))
+        of_square, eight = square._matrices[0], DistMatrix.ones(grid, (8, 8), library="numpy")
+        all_fail(
+            (LayoutError, "beta needs a C that it scales", lambda: plan(beta=1)),
+            (LayoutError, "a is <DistMatrix 19 x 17 .* the plan was made for", lambda: plan(b)),
+            (LayoutError, "a is .*float32", lambda: plan(wide(dtype="float32"))),
+            (LayoutError, r"a is .*torch", lambda: plan(wide(library="torch"))),
+            (LayoutError, 'order="F"', lambda: plan.start(wide(order="F"))),
+            (LayoutError, r"rows=\(\)", lambda: plan(wide(layout=Layout()))),
+            (LayoutError, "sums", lambda: plan(a.redistribute(Layout(sums=("y",))))),
+            (GridError, "on another Grid", lambda: plan(operands(other)[0])),
+            (Pmm3dError, "b is a ndarray", lambda: plan(a, b.local)),
+            (LayoutError, "out is read-only", lambda: plan(out=fixed)),
+            (LayoutError, "out shares memory", lambda: square(out=of_square)),
+            (LayoutError, "out shares memory", lambda: square(eight, out=eight)),
+            (DTypeError, "alpha is 1j", lambda: plan(alpha=1j)),
+            (DTypeError, "beta is 'x'", lambda: plan(beta="x")),
+            (GridError, "MatmulPlan: the plan is on grid", lambda: plan(operands(other)[0])),
+            (Pmm3dError, "MatmulPlan: a is a int", lambda: MatmulPlan(1, b)),
+            (GridError, "MatmulPlan: a is on grid", lambda: MatmulPlan(a, operands(other)[1])),
+            (LayoutError, "MatmulPlan: A is 23 x 19", lambda: MatmulPlan(a, a)),
+            (LayoutError, "MatmulPlan: out has an order", lambda: MatmulPlan(a, b, out=wide(), order="C")),
+            (LayoutError, "MatmulPlan: panels must be", lambda: MatmulPlan(a, b, panels=0)),
+            (DTypeError, "MatmulPlan: alpha is 'x'", lambda: MatmulPlan(a, b, alpha="x")),
+            (DTypeError, "MatmulPlan: tf32 is", lambda: MatmulPlan(a, b, tf32=2)),
+            (DTypeError, "MatmulPlan: out is float64, and", lambda: MatmulPlan(a, b, out=wide(), out_dtype="float32")),
+        )
+        with pytest.raises(Pmm3dError, match="MatmulPlan: a is a int"):  # no grid, so on this rank
+            MatmulPlan(1, 2)
+        of_complex = MatmulPlan(*operands(grid, dtype="complex64"))
+        like = DistMatrix.ones(grid, (19, 23), dtype="complex64", layout=Layout.A.T, order="F", library="numpy")
+        assert (like.T.order, like.T.layout) == ("C", Layout.A) and of_complex(like.T) is of_complex.out
+        all_fail((LayoutError, "a conjugated view", lambda: of_complex(like.H)))
+        plan()
+        assert plan(beta=1) is plan.out and np.allclose(plan.out.gather(), 2 * matmul(a, b).gather())
+        assert not plan._held.under_way
+    with Grid(comm, (1, 2, 1), debug=True) as grid:
+        a, b = operands(grid)
+        c, plan = operands(grid)[0], MatmulPlan(a, b)
+        all_fail(
+            (DisagreementError, "MatmulPlan: the ranks passed different arguments", lambda: plan(alpha=1 + grid.rank)),
+            (Pmm3dError, "a is a int", lambda: plan(a if grid.rank else 1)),
+        )
+        assert np.array_equal(plan(c).gather(), matmul(c, b).gather())
+
+
+@pytest.mark.parallel([2])
+def test_matrices_in_turns_make_requests_once_and_are_not_kept(comm, monkeypatch):
+    made, init = [], Persistent.__init__
+    monkeypatch.setattr(Persistent, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1])
+    monkeypatch.setattr(matmul_plan, "BOUND", 3)
+    with Grid(comm, (2, 1, 1)) as grid:
+        sets = [operands(grid, (64, 64, 64)) for _ in range(4)]
+        with MatmulPlan(*sets[0]) as plan:
+            first = len(made)
+            plan()
+            for number in (1, 2, 0, 1, 2, 1, 0):
+                plan(*sets[number], alpha=number, beta=number)
+            assert len(made) == 3 * first > 0 and len(plan._bound) == 3
+            plan(*sets[3])
+            assert len(made) == 4 * first and len(plan._bound) == 3  # the least recently used one is gone
+            gone, requests = weakref.ref(sets[3][0].local), requests_of(plan)
+            sets[3].clear()
+            assert len(plan._bound) == 2
+            grid.everyone.barrier("").wait()
+            made.clear()
+            assert gone() is None and sum(request == MPI.REQUEST_NULL for request in requests) == len(requests) / 3
+            sets[1][0].local = sets[1][0].local.copy()
+            plan(*sets[1])
+            assert len(plan._bound) == 2  # the requests of the memory that was replaced are given back too
+            requests = requests_of(plan)
+            pending = plan.start(*operands(grid, (64, 64, 64)))
+            gc.collect()
+            assert pending.wait() is plan.out
+            assert np.array_equal(plan.out.gather(), matmul(*sets[0]).gather())
+        grid.everyone.barrier("").wait()
+        assert all(request == MPI.REQUEST_NULL for request in requests) and not grid.engine.plans
+
+
 @pytest.mark.parallel([2])
 def test_storage_of_another_form_at_the_same_address(comm):
     """Transposed in place, it is read. With another shape or type, it is refused on this rank."""
@@ -197,7 +350,8 @@ def requests_of(plan):
     """Persistent requests of a plan along x and z."""
     return [
         request
-        for operand in (plan._product._a, plan._product._b)
+        for bound in plan._bound
+        for operand in (bound.run._a, bound.run._b)
         if operand._persistent is not None
         for requests, *_ in operand._persistent._rounds
         for request in requests

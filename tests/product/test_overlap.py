@@ -87,7 +87,7 @@ def test_collectives_of_several_rounds_are_decomposed_and_kept_in_plans(grid, st
     assert np.array_equal(wanted.gather(), 2 * a.gather() @ b.gather())
     assert bits_of(matmul(a, b, alpha=2, overlap="decomposed").local) == bits_of(wanted.local)
     with MatmulPlan(a, b, alpha=2) as plan:
-        assert plan._product.persists
+        assert plan._bound[0].run.persists
         for _ in range(3):
             plan.out.local[...] = 7
             grid.ledger.reset()

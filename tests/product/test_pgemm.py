@@ -544,7 +544,7 @@ def test_the_tables_of_a_plan_take_at_most_plan_bytes(comm, ranks, shape):
     placed = pblas._placed([cyclic] * 3, ("N", "N"), GridShape(*shape), tuple(range(ranks)))
     for rounds in 1, 8:
         tracemalloc.start()
-        tables = [RankMove(cyclic, one, 1, ranks).schedule(rounds) for one in placed]
+        tables = [RankMove([(cyclic, one)], 1, ranks).schedule(rounds) for one in placed]
         taken = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert tables[0].rounds and taken <= blacs.plan_bytes(ranks, rounds)

@@ -10,7 +10,7 @@ from loops import looped
 from samples import integers, to_library, to_numpy
 
 from pmm3d.arrays import library_named
-from pmm3d.arrays.threads import ACROSS
+from pmm3d.arrays.threads import ALIASED, WRITTEN
 from pmm3d.comm import Buffers, compute
 from pmm3d.layout.distribution import Strided
 from pmm3d.model.rounds import IN, OUT, Indices, Round, Schedule, Span, Strides, Sum
@@ -69,7 +69,21 @@ def test_what_is_copied_and_what_stays(rows, cols, dtype, order, other, beta):
     assert (target == wanted).all()
 
 
-@looped("shape", [(ACROSS + 3, ACROSS + 70), (33, 40), (1, 500)])
+@looped("orders", ["CF", "FC", "CC"])
+@looped("length", [3, 64])
+def test_transposed_blocks(orders, length):
+    """Blocks that repeat in both dims, in arrays of different orders: copied, and added."""
+    blocks, size = Strided(1, 2, length, 5, 2 * length, length + 1), ALIASED // 8 + 11 * length
+    for beta, rows in ((0, size), (2, ALIASED // 8)):
+        source, target = lying(integers((size, rows)), orders[0]), lying(integers((size, rows), seed=1), orders[1])
+        of_rows = blocks if rows == size else Strided(0, 3, 7)
+        wanted, place = target.copy(), np.ix_(at(blocks, True), at(of_rows, True))
+        wanted[place] = source[np.ix_(at(blocks, False), at(of_rows, False))] + beta * wanted[place]
+        copy_strided(library_named("numpy"), source, target, [blocks], [of_rows], beta)
+        assert (target == wanted).all()
+
+
+@looped("shape", [(WRITTEN + 3, WRITTEN + 70), (ALIASED // 8, ALIASED // 8), (33, 40), (1, 500)])
 @looped("orders", ["CF", "FC"])
 def test_transposed_pieces(shape, orders):
     source, target = lying(integers(shape), orders[0]), lying(np.zeros(shape), orders[1])

@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from types import FunctionType as Function
 from urllib.parse import urlsplit
 
 import h5py
@@ -267,7 +268,7 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_file_that_the_walks_through_the_code_name_exists():
-    rooms = "tools|embedding|torch|nn|io|product|comm|model|arrays|layout"
+    rooms = "tools|embedding|torch|nn|io|linalg|product|comm|model|arrays|layout"
     named = {*re.findall(rf"(?<![\w/])(?:{rooms})/[\w/]+\.py", (DOCS / "rooms.md").read_text())}
     assert len(named) > 30 and not [name for name in named if not (ROOT / "pmm3d" / name).exists()]
 
@@ -299,3 +300,9 @@ def test_the_reference_has_every_public_name():
     rooms = map(import_module, ("pmm3d", *(f"pmm3d.{name}" for name in inner)))
     public = {qualified(getattr(room, name)) for room in rooms for name in room.__all__ if not name.startswith("__")}
     assert not public - shown
+    for kind, path, options in directives():
+        if kind == "class" and (listed := options.get("members")):
+            room, _, name = path.rpartition(".")
+            own = [each for each in vars(getattr(import_module(room), name)).items() if each[0][0] != "_"]
+            methods = {each for each, what in own if isinstance(what, (Function, classmethod)) and what.__doc__}
+            assert methods <= {*listed.split(", ")}, path

@@ -12,7 +12,7 @@ import pytest
 import pmm3d
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("layout", "arrays", "model", "comm", "product", "io", "nn", "torch", "tools", "embedding")
+ROOMS = ("layout", "arrays", "model", "comm", "product", "linalg", "io", "nn", "torch", "tools", "embedding")
 PUBLIC = ("pmm3d", *(f"pmm3d.{room}" for room in ROOMS), "pmm3d.nn.optim", "pmm3d.nn.exchange", "pmm3d.nn.training")
 
 

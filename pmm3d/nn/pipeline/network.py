@@ -13,7 +13,6 @@ from ...arrays import Array, add_up
 from ...comm import TAGS, Axis, Grid, call
 from ...errors import Pmm3dError
 from ...layout import PIPE, part_sizes
-from ...model.recomputation import Chain
 from ...product import DistMatrix
 from ...product.constructors import Library
 from ..compute import override
@@ -24,11 +23,12 @@ from ..exchange import StrPath, export_torch
 from ..gradient_buffer import GradientBuffer
 from ..module import Module
 from ..parameter import Parameter
-from ..recompute_budget import Budget, Chosen, cut_at, layers_of, operations_of
+from ..recompute_budget import Budget, Chosen
 from ..seeds import Seeds, check_grid
 from ..tape import Tape
 from ..tensor import Tensor, as_tensor, summed
 from ..tiled import TiledHead
+from .budget import choices_of
 from .cut import Cost, cut_by_cost
 from .named import Schedule, is_file, schedule_of, table_of
 from .parts import Make, adamw_bytes, as_tuple, description, made_by, parameters_of
@@ -87,6 +87,8 @@ class Pipeline(Module):
         Names of the parameters of the whole network.
     dry : Module
         The whole network without data.
+    budget : Budget or None
+        With a number of bytes as `recompute`: `budget.chosen` is the choice for this rank in words.
 
     Raises
     ------
@@ -158,7 +160,7 @@ class Pipeline(Module):
         self.stages = {
             stage: Sequential(self.grid, *(numbered[place][1] for place in self._places(stage))) for stage in own
         }
-        self._budget = network.budget
+        self.budget: Budget | Chosen | None = network.budget
         same: list[Any] = [
             (self.dry.layers[place], network.layers[place])
             for place in places
@@ -351,9 +353,10 @@ class Pipeline(Module):
         buffer.times_forgotten = main.times_forgotten
         return buffer
 
-    def _sum_tied(self, part_of: Callable[[GradientBuffer], Array] | None = None) -> None:
+    def _sum_tied(self, part_of: Callable[[GradientBuffer], Array | None] | None = None) -> None:
         """Sum an array of each tied weight over its stages, in ascending order. Each rank gets the sum in the array of
-        its first stage. Collective. part_of: the array. Default: the gradient, after all passes of a step."""
+        its first stage. Collective. part_of: the array, or None if there is none on any rank. Default: the gradient,
+        after all passes of a step."""
         own = self.named_parameters() if self.tied else {}
         if own and part_of is not None and self.ranks > 1:  # maybe before the first step
             self.pipe.choose_transport(next(iter(own.values())).library)
@@ -364,6 +367,8 @@ class Pipeline(Module):
             of, spec = part_of or _finished, parameter.grad_buffer.spec
             parts = {stage: of(self._buffer(stage, parameter)) for stage in stages if stage in self.stages}
             main = parts[min(parts)]
+            if main is None:
+                continue
             if part_of is not None:
                 spec = spec.typed(parameter.library.dtype(main))
             waiting = [
@@ -415,41 +420,14 @@ class Pipeline(Module):
         the largest micro-batch, in which all parameters are trained. Raises PipelineError or Pmm3dError, on every rank,
         if a rank has no choice.
         """
-        budget = self._budget
+        budget = self.budget
         if not isinstance(budget, Budget):
             return
         largest = max(inputs, key=lambda x: x.shape[0])
-        key, make = (Facts.of(largest), len(inputs)), lambda: self._choices(budget, largest, len(inputs))
+        key, make = (Facts.of(largest), len(inputs)), lambda: choices_of(self, budget, largest, len(inputs))
         chosen = budget.stored(Tape.of(self.grid), key, make)
         for module, layers in zip(self.stages.values(), chosen):
             module.budget = layers
-
-    def _choices(self, budget: Budget, largest: DistMatrix | Tensor, micros: int) -> list[Chosen]:
-        """Return the choices for the stages of this rank. largest: the largest micro-batch; micros: their number."""
-        table = self.table(micros)
-        if any(part.kind in "IW" for line in table.actions for action in line for part in action.each):
-            raise PipelineError(
-                f"{table.name}: recompute as a number of bytes needs whole backward passes, as in 1f1b, gpipe or "
-                'interleaved. Use one of them, or recompute="full"'
-            )
-        groups, line, made = cut_at(budget.groups, self._bounds), simulate(table), list[Chosen]()
-        operations = operations_of(self.dry, groups, [as_tensor(largest)], self.grid)
-        places = [
-            [place for place, group in enumerate(groups) if group.begin in self._places(stage)]
-            for stage in range(self.depth)
-        ]
-        for rank in range(self.ranks):
-            own = [stage for stage, holder in self.rank_of.items() if holder == rank]
-            live = [line.peak_bytes([stage == each for each in sorted(self.rank_of)])[rank] for stage in own]
-            chains = [
-                Chain(tuple(operations[place] for place in places[stage % self.depth]), number)
-                for stage, number in zip(own, live)
-            ]
-            choice = budget.choice(chains, [largest], self.parent_grid, f" of rank {rank} along pipe")
-            for stage, parts in zip(own, choice.parts) if rank == self.index else ():
-                of_stage = [groups[place] for place in places[stage % self.depth]]
-                made.append(Chosen(layers_of(self.stages[stage], of_stage, parts)))
-        return made
 
     def export(self, path: StrPath, names: str | None = None) -> None:
         """Write the weights of all stages; arguments as in `nn.exchange.export_torch`. Collective."""

@@ -104,13 +104,6 @@ class Evaluation:
     def _count(self, out: Tensor, y: DistMatrix) -> None:
         """Add a batch, from the output of the network."""
         grid, rows, out = self._network.grid, out.shape[0], summed(out)
-        for name, metric in self._metrics.items():
-            with self._network.parent_grid.collective_call("evaluate", name, always=True):
-                try:
-                    value = number_of(metric(out, y))
-                except TypeError as error:
-                    raise Pmm3dError(f"metrics: {name}: {error}") from error
-            self._means[name] += value * rows
         with Tape.of(grid).set(summing=False):
             step = losses.WholeStep(grid, [y])
             result = step.loss(self._loss, 0, out)
@@ -134,6 +127,13 @@ class Evaluation:
         elif self._vectors or (self._scored and y.dtype == out.dtype and y.shape == out.shape):
             self._vectors = True
             self.score.add(out, y)
+        for name, metric in self._metrics.items():
+            with self._network.parent_grid.collective_call("evaluate", name, always=True):
+                try:
+                    value = number_of(metric(out, y))
+                except TypeError as error:
+                    raise Pmm3dError(f"metrics: {name}: {error}") from error
+            self._means[name] += value * rows
         self._rows += rows
 
     @property

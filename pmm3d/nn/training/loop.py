@@ -22,6 +22,7 @@ from ...text import counted, shell_command
 from ..compute import override
 from ..contexts import unchanged
 from ..exchange import published_names
+from ..feedback import compresses
 from ..loss import cross_entropy, number_of_labels
 from ..memory_trace import MemoryTrace, trace_memory
 from ..recorded_steps import Replays
@@ -566,10 +567,11 @@ class Trainer:
             lines.append(f"checkpoint of step {self.saved} in {self.checkpoints.folder}")
         if self.request >= END and again:
             ranks = self.grid.size
+            same = "" if compresses(self.state.network) else f" (on {ranks}, with the bits of an unbroken run)"
             lines.append(
                 f"to resume: {again}"
                 if ranks == 1
-                else f"to resume, on any number of ranks (on {ranks}, with the bits of an unbroken run): "
+                else f"to resume, on any number of ranks{same}: "
                 f"python -m pmm3d.launcher -n {ranks} -m {again} (or the site's launcher)"
             )
         if self.request < END and self.log is not None:

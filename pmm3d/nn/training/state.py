@@ -18,7 +18,7 @@ from ...product import DistMatrix
 from ...text import blas_in_words, names_in_words
 from ..ema import EMA
 from ..facts import FACTS, Difference, Facts, batch_differences, differences, facts_in, facts_of, refuse
-from ..feedback import compresses, feedback_matrices, forget_others, is_feedback
+from ..feedback import compresses, feedback_matrices, is_feedback, load_feedback
 from ..from_checkpoint import fill
 from ..loss_scale import LossScale
 from ..module import Module
@@ -196,7 +196,7 @@ class TrainState:
         """Load the facts of a checkpoint, after `check`. stored: names of its matrices; a parameter without a state
         begins as in its first step. matrices: those that were filled."""
         self.network.loaded()
-        forget_others(self.network, matrices)
+        load_feedback(self.network, matrices)
         with self.network.parent_grid.collective_call("resume"):
             self.network.set_random_state(facts["random"])
             self.optimizer.load_state(facts["optimizer"], self.network.named_parameters(), stored)

@@ -26,7 +26,7 @@ MachineName = Annotated[
 RanksPerNode = Annotated[int | None, size(1, "Ranks on each node. Default: those of the machine.", MOST_RANKS)]
 
 
-def _bytes(text: str) -> int:
+def bytes_named(text: str) -> int:
     """Return a number of bytes, which may have a unit. Raises BadParameter."""
     found = int(text) if text.isdecimal() else bytes_in(text)
     if not found or found > MOST_BYTES:
@@ -37,7 +37,7 @@ def _bytes(text: str) -> int:
 Memory = Annotated[
     int | None,
     typer.Option(
-        parser=_bytes, metavar="BYTES", help='Memory limit of a rank, such as "2 GiB". Default: the machine\'s.'
+        parser=bytes_named, metavar="BYTES", help='Memory limit of a rank, such as "2 GiB". Default: the machine\'s.'
     ),
 ]
 Top = Annotated[int, size(1, "Number of grids to show.")]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...model.candidates import FAMILIES, LOWER, Candidate, Ranking
 from ...model.ranking import lower_bound
-from ...text import BYTE_UNITS, counted, figure, in_bytes, in_time, in_toml
+from ...text import BYTE_UNITS, counted, figure, in_bytes, in_short, in_time, in_toml, value_in_toml
 from ..output import FigureTable, check_writable, say_written, write_json
 from ..plots import COLOURS, GREY, Part, bars, check_picture, picture, titled
 from ..terminal import JOINT, console, joined, say
@@ -49,8 +49,6 @@ FOLDED = "grid", "settings"
 """Columns that are wrapped if the table does not fit even without `OPTIONAL`."""
 UNBOUNDED = 10_000
 """Width of tables with --wide, in columns of the terminal."""
-WORDS = {"sharded": "sharded", "full": "recompute", "replicated": "", "none": ""}
-"""Values of chosen settings in the table. Numbers are blocks between recomputed ones."""
 
 
 class Shown(NamedTuple):
@@ -307,7 +305,9 @@ class _Columns:
             found["schedule"] = lambda candidate: candidate.schedule
             for name in names(candidate.settings for candidate in self.shown.all):
                 head = name.rpartition(".")[2]
-                found[head] = lambda candidate, name=name: str(candidate.settings.get(name, ""))  # type: ignore[misc]
+                found[head] = lambda candidate, name=name: value_in_toml(  # type: ignore[misc]
+                    candidate.settings.get(name, "")
+                ).replace('"', "")
         elif self.keys:
             found["settings"] = _settings
         if wide or self.keys:
@@ -317,16 +317,7 @@ class _Columns:
 
 def _settings(candidate: Candidate) -> str:
     """Return the schedule and the settings that are not off, in short."""
-    words = [
-        WORDS.get(str(value), f"recompute {value}") if key.startswith("network.") else _short(key, value)
-        for key, value in candidate.settings.items()
-    ]
-    return " ".join(filter(None, [candidate.schedule, *words]))
-
-
-def _short(key: str, value: Any) -> str:
-    name = key.rpartition(".")[2]
-    return name if value is True else f"{name} {value}"
+    return " ".join(filter(None, [candidate.schedule, in_short(candidate.settings)]))
 
 
 def _times(ranking: Ranking, shown: Shown, peak: float, product: tuple[int, int, int] | None) -> _Columns:

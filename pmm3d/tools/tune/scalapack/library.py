@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_char_p, c_int, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 
 import numpy as np
 from mpi4py import MPI
@@ -33,73 +33,19 @@ class Scalapack:
         """A process grid on the first ranks of a communicator. Collective."""
         return Blacs(self._library, comm, shape, order)
 
-    def pgemm(
-        self,
-        transa: str,
-        transb: str,
-        m: int,
-        n: int,
-        k: int,
-        alpha: complex,
-        a: np.ndarray,
-        ia: int,
-        ja: int,
-        desca: np.ndarray,
-        b: np.ndarray,
-        ib: int,
-        jb: int,
-        descb: np.ndarray,
-        beta: complex,
-        c: np.ndarray,
-        ic: int,
-        jc: int,
-        descc: np.ndarray,
-    ) -> None:
-        """p?gemm. a, b, c are this rank's arrays in Fortran order; desca, ... nine numbers."""
-        routine = getattr(self._library, f"p{LETTERS[a.dtype.name]}gemm_")
-        numbers = [np.array([value], a.dtype) for value in (alpha, beta)]
-        sizes = [byref(c_int(size)) for size in (m, n, k)]
-        a_part, b_part, c_part = (_part(*part) for part in ((a, ia, ja, desca), (b, ib, jb, descb), (c, ic, jc, descc)))
-        routine(
-            c_char_p(transa.encode()),
-            c_char_p(transb.encode()),
-            *sizes,
-            _address(numbers[0]),
-            *a_part,
-            *b_part,
-            _address(numbers[1]),
-            *c_part,
-        )
+    def run(self, name: str, dtype: str, *arguments: object) -> int:
+        """Call p?NAME, such as p?potrf, and return its INFO; 0 if it has none.
 
-    def pgemr2d(
-        self,
-        m: int,
-        n: int,
-        a: np.ndarray,
-        ia: int,
-        ja: int,
-        desca: np.ndarray,
-        b: np.ndarray,
-        ib: int,
-        jb: int,
-        descb: np.ndarray,
-        everyone: Blacs,
-    ) -> None:
-        """p?gemr2d. everyone: a context that contains all ranks of both."""
-        routine = getattr(self._library, f"Cp{LETTERS[a.dtype.name]}gemr2d")
-        routine(
-            c_int(m),
-            c_int(n),
-            _address(a),
-            c_int(ia),
-            c_int(ja),
-            _address(desca),
-            _address(b),
-            c_int(ib),
-            c_int(jb),
-            _address(descb),
-            c_int(everyone.number),
-        )
+        arguments   in its order, without INFO: letters, whole numbers, factors as float or complex, a matrix as (array,
+                    i, j, descriptor), and other arrays. Arrays are those of this rank, in Fortran order
+        """
+        words, letters, info = list[object](), 0, c_int()
+        for each in arguments:
+            words += [_word(word, dtype) for word in (each if isinstance(each, tuple) else (each,))]
+            letters += isinstance(each, str)
+        routine = getattr(self._library, f"p{LETTERS[dtype]}{name}_")
+        routine(*words, byref(info), *[c_size_t(1)] * letters)
+        return info.value
 
 
 class Blacs:
@@ -124,12 +70,14 @@ def _comm(comm: MPI.Intracomm) -> c_void_p:
     return c_void_p(MPI._handleof(comm))
 
 
-def _part(array: np.ndarray, i: int, j: int, descriptor: np.ndarray) -> Sequence[object]:
-    return _address(array), byref(c_int(i)), byref(c_int(j)), _address(descriptor)
-
-
-def _address(array: np.ndarray) -> c_void_p:
-    return c_void_p(array.ctypes.data)
+def _word(argument: object, dtype: str) -> object:
+    """A pointer to an argument, as Fortran passes it."""
+    if isinstance(argument, str):
+        return c_char_p(argument.encode())
+    if isinstance(argument, int):
+        return byref(c_int(argument))
+    array = argument if isinstance(argument, np.ndarray) else np.array([argument], dtype)
+    return array.ctypes.data_as(c_void_p)  # which keeps the array
 
 
 def _loaded(names: Sequence[str]) -> ctypes.CDLL:

@@ -68,16 +68,14 @@ def measure(
             for array in (a, b, c):
                 array[...] = 1
             others = [
-                theirs.descriptor(*size, block, block, 0, 0, max(1, array.shape[0]))
+                (array, 1, 1, theirs.descriptor(*size, block, block, 0, 0, max(1, array.shape[0])))
                 for size, array in (((m, k), a), ((k, n), b), ((m, n), c))
             ]
             sides = [
                 lambda: pgemm(
                     "N", "N", m, n, k, 1, a, 1, 1, descriptors[0], b, 1, 1, descriptors[1], 0, c, 1, 1, descriptors[2]
                 ),
-                lambda: scalapack.pgemm(
-                    "N", "N", m, n, k, 1, a, 1, 1, others[0], b, 1, 1, others[1], 0, c, 1, 1, others[2]
-                ),
+                lambda: scalapack.run("gemm", "float64", "N", "N", m, n, k, 1.0, *others[:2], 0.0, others[2]),
             ]
             times = np.array([[_slowest(comm, side) for side in sides] for _ in range(ROUNDS + 1)])
             timed.append(Timed((m, n, k), *(median(side) for side in times[1:].T.tolist())))
@@ -86,7 +84,7 @@ def measure(
     return timed
 
 
-def _slowest(comm: MPI.Intracomm, work: Callable[[], None]) -> float:
+def _slowest(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
     comm.Barrier()
     begun = MPI.Wtime()
     work()
