@@ -134,6 +134,7 @@ def test_a_repeated_batch_allocates_nothing(comm):
         assert grid.workspace.allocated == before > 0
 
 
+@pytest.mark.numpy_only("a read-only out is an array of numpy")
 @pytest.mark.parallel([2])
 def test_refused_batches(comm, all_fail):
     with Grid(comm, (2, 1, 1)) as grid, Grid(comm, (2, 1, 1)) as other:
