@@ -104,3 +104,11 @@ def tilings(draw, shape, ranks=IDLE_TOO, grids=grids):
         )
     tiled = drawn(np.random.default_rng(draw(st.integers(0, 10**6))), ranks, shape)
     return replace(tiled, start=before) if isinstance(tiled, BlockCyclic) else tiled
+
+
+def whole_of(window):
+    """The elements of a window of a block-cyclic matrix, on every rank."""
+    found = np.zeros(window.shape, window.dtype)
+    for rows, cols, i, j in window.own():
+        found[np.ix_(i, j)] = window.array[rows, cols]
+    return sum(window.grid.comm.allgather(found))

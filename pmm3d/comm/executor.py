@@ -97,7 +97,7 @@ class Buffers:
         self._computes = library.has_data or recorded
         self.library, self._schedule = library, schedule
         self._arrays, self._dims, self._views = arrays, dims, dict[Span, Array]()
-        self._factors = self._of_outputs(beta) if factors is None else factors
+        self._factors = (self._of_outputs(beta) if beta else {}) if factors is None else factors
         self._columns = bool(dims) and dims[0] == 1
         if schedule.work:
             assert work is not None
@@ -160,11 +160,11 @@ class Buffers:
         """Set `beta` for the sums that follow, and return the schedule."""
         if self._schedule.packed:
             raise RuntimeError("messages that are received in an output are not added to it")
-        self._factors = self._of_outputs(beta)
+        self._factors = self._of_outputs(beta) if beta else {}
         return self._schedule
 
     def _of_outputs(self, beta: complex) -> dict[int, Factors]:
-        return dict.fromkeys(range(self._schedule.inputs, len(self._arrays)), Factors(beta)) if beta else {}
+        return dict.fromkeys(range(self._schedule.inputs, len(self._arrays)), Factors(beta))
 
     def copy(self, copies: Sequence[Sum]) -> None:
         """Carry out copies, but not those of a span to its own address."""

@@ -118,7 +118,7 @@ def slabs(matrix: BlockCyclic, dim: int, width: int) -> BlockCyclic:
     )
 
 
-class Lines:
+class OwnLines:
     """The rows (or columns) of a matrix that this rank stores: their numbers in the matrix, and their places in the
     array."""
 
@@ -214,7 +214,7 @@ class PanelPlan:
         self.width, self.size = max(1, min(PANEL, size)), size
         self.panels = [(low, min(size, low + self.width)) for low in range(0, size, self.width)]
         row, col = next(iter(self.cyclic.tiles(self.grid.rank)), (None, None))
-        self.rows, self.cols = Lines(self.cyclic.rows, row), Lines(self.cyclic.cols, col)
+        self.rows, self.cols = OwnLines(self.cyclic.rows, row), OwnLines(self.cyclic.cols, col)
         self._shapes, self._moves = list[tuple[int, int]](), list[TileMove]()
 
     @property
@@ -258,11 +258,11 @@ class PanelPlan:
                 for shape in self._shapes
             ]
 
-    def dealt(self, dim: int) -> tuple[BlockCyclic, Lines]:
+    def dealt(self, dim: int) -> tuple[BlockCyclic, OwnLines]:
         """Tiling of a panel that is dealt over all processes, and the lines of this rank."""
         tiled = slabs(self.cyclic, dim, self.width)
         part = next((tile[dim] for tile in tiled.tiles(self.grid.rank)), None)
-        return tiled, Lines(tiled.cols if dim else tiled.rows, part)
+        return tiled, OwnLines(tiled.cols if dim else tiled.rows, part)
 
     def least(self, info: int) -> int:
         """The least INFO of all ranks that is not 0; or 0. Collective."""

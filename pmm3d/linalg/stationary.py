@@ -3,10 +3,10 @@ outside of a triangle of the result, or of a triangular factor, are left out. Al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,9 @@ import numpy as np
 from ..arrays import Array, library_of
 from ..comm import Grid
 from ..layout import BlockCyclic, aligned, itemsize
-from ..layout.distribution import Cyclic, Intervals, Tile
 from ..product.multiply import run_gemm
 from ..product.redistribution import planned
+from .panels import Spread
 from .triangle import add_in_triangle, diagonal_of, in_triangle, together
 from .window import Window
 
@@ -37,68 +37,6 @@ class Factor(NamedTuple):
     of: int
 
 
-@dataclass(frozen=True)
-class Needed:
-    """A factor of which each process stores the lines that its part of C needs, and all of the other dim.
-
-    shape   of the factor before op
-    c       layout of C
-    of      0: the factor is divided as the rows of C, with a replica on each process column. 1: as the columns
-    dim     dim of the factor that is divided
-    """
-
-    shape: tuple[int, int]
-    c: BlockCyclic
-    of: int
-    dim: int
-    order = "F"
-    exact = False
-
-    @cached_property
-    def _lines(self) -> Cyclic:
-        lines = (self.c.rows, self.c.cols)[self.of]
-        return replace(lines, offset=lines.offset % (lines.block * lines.parts))
-
-    @cached_property
-    def rows(self) -> Cyclic | Intervals:
-        return self._lines if self.dim == 0 else Intervals((0, self.shape[0]))
-
-    @cached_property
-    def cols(self) -> Cyclic | Intervals:
-        return self._lines if self.dim == 1 else Intervals((0, self.shape[1]))
-
-    def _shape(self, lines: int) -> tuple[int, int]:
-        return (lines, self.shape[1]) if self.dim == 0 else (self.shape[0], lines)
-
-    def most(self) -> tuple[int, int, int]:
-        rows, cols = self._shape(max(self._lines.extent(part) for part in range(self._lines.parts)))
-        return rows * cols, rows, cols
-
-    def tiles(self, rank: int) -> Sequence[Tile]:
-        parts = [tile[self.of] for tile in self.c.tiles(rank)]
-        return [Tile(part, 0) if self.dim == 0 else Tile(0, part) for part in parts]
-
-    def owners_of(self, tile: Tile) -> Sequence[int]:
-        part, replicas = tile[self.dim], range(self.c.process_grid[1 - self.of])
-        tiles = [Tile(part, other) if self.of == 0 else Tile(other, part) for other in replicas]
-        return tuple([self.c.owners_of(each)[0] for each in tiles])
-
-    def sender_for(self, tile: Tile, reader: int) -> int:
-        owners = self.owners_of(tile)
-        return reader if reader in owners else owners[0]
-
-    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
-        return [self._shape(self._lines.extent(tile[self.dim])) for tile in self.tiles(rank)]
-
-    def check_ranks(self, size: int) -> None:
-        self.c.check_ranks(size)
-
-    def stored(self, array: Array, tile: Tile) -> Array:
-        """The elements of the factor in the array of a tile."""
-        lines = slice(self._lines.before(tile[self.dim]), None)
-        return array[lines] if self.dim == 0 else array[:, lines]
-
-
 def stays(c: Window, depth: int) -> bool:
     """Whether a product is computed in this way: C is divided evenly, over most ranks, and no process receives many
     more elements than with a product in three dims, whose matrices are moved to another grid.
@@ -114,12 +52,21 @@ def stays(c: Window, depth: int) -> bool:
     return operations <= SMALL or (even and received <= MOST_RECEIVED * (moved + 3 * (operations / ranks) ** (2 / 3)))
 
 
+def _near_start(cyclic: BlockCyclic) -> BlockCyclic:
+    """Return the same division of a window with the least start, so that arrays begin at most a block before it."""
+    start = [first % (block * parts) for first, block, parts in zip(cyclic.start, cyclic.blocks, cyclic.process_grid)]
+    return replace(cyclic, start=(start[0], start[1]))
+
+
 @contextmanager
 def lines_of(c: Window, *factors: Factor) -> Iterator[list[Array]]:
     """As a context: arrays of the lines of factors that this rank's part of C needs, after op, but not conjugated.
     They are in work memory and may be changed. Empty on ranks without a part of C. Collective."""
     grid, library, dtype, rank = c.grid, c.library, c.dtype, c.grid.rank
-    needed = [Needed(window.shape, c.cyclic, of, int((op == "N") == bool(of))) for op, window, of in factors]
+    near, needed = _near_start(c.cyclic), list[Spread]()
+    for op, window, of in factors:
+        dim = int((op == "N") == bool(of))
+        needed.append(Spread(near, of, dim, window.shape[1 - dim]))
     first, *others = [(each.window.cyclic, there) for each, there in zip(factors, needed)]
     move = planned(grid, *first, dtype, library, others)
     shapes = [there.local_shapes(rank) for there in needed]
@@ -134,8 +81,9 @@ def lines_of(c: Window, *factors: Factor) -> Iterator[list[Array]]:
         found = list[Array]()
         for each, there, own in zip(factors, needed, arrays):
             for array, tile in zip(own, there.tiles(rank)):
-                lines = there.stored(array, tile)
-                found.append(lines if each.op == "N" else lines.T)
+                lines = slice((near.rows, near.cols)[each.of].before(tile[there.dim]), None)
+                here = array[:, lines] if there.dim else array[lines]
+                found.append(here if each.op == "N" else here.T)
         yield found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, NumpyLibrary, library_of
 from ..comm import Grid
 from ..errors import DTypeError, GridError, LayoutError
-from ..layout import BlockCyclic, Layout, Placement, natural
+from ..layout import BlockCyclic, natural
 from ..product import BlacsContext, Descriptor, DistMatrix, pgemm
 from ..product.blacs import check_descriptor, compared
 from ..product.checks import array_signature
@@ -105,33 +105,6 @@ def gemm(of_a: str, of_b: str, alpha: complex, a: Window, b: Window, beta: compl
     k = a.cols if of_a == "N" else a.rows
     at_a, at_b, at_c = ((each.row + 1, each.col + 1, each.descriptor) for each in (a, b, c))
     pgemm(of_a, of_b, c.rows, c.cols, k, alpha, a.array, *at_a, b.array, *at_b, beta, c.array, *at_c)
-
-
-def gathered(window: Window) -> Array:
-    """The elements of a window on every rank of the grid, in a new array by columns. Each rank receives what it does
-    not store. For small windows: the owner of an element sends it to all ranks. Collective."""
-    grid, library = window.grid, window.library
-    whole = Placement(window.shape, Layout(), grid.shape, "F")
-    array = library.empty(window.shape[::-1], window.dtype).T
-    move = planned(grid, window.cyclic, whole, window.dtype, library)
-    with grid.ledger.phase("redistribute"):
-        held = [window.array] * len(window.cyclic.tiles(grid.rank))
-        move.start(library, held, [array] * len(whole.tiles(grid.rank))).wait()
-    return array
-
-
-def stored(window: Window, whole: Array, uplo: str = "") -> None:
-    """Copy an array that every rank has to a window. Each rank writes the elements that it stores: no messages.
-
-    uplo   "L" or "U": only the elements on and below, or on and above, the diagonal. Other elements are not written
-    """
-    for rows, cols, i, j in window.own():
-        here = window.array[rows, cols]
-        there = whole[np.ix_(i, j)] if window.library.on_host else whole[i][:, j]
-        if uplo:
-            named = i[:, None] >= j[None, :] if uplo == "L" else i[:, None] <= j[None, :]
-            there = window.library.xp.where(window.library.from_numpy(named, "bool"), there, here)
-        here[...] = there
 
 
 def context_of(grid: Grid) -> BlacsContext:

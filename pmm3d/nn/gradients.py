@@ -110,8 +110,10 @@ class Gradients:
         """End a backward pass: begin the sums that have not begun, without waiting for them."""
         self._grid.engine.prepare_next()
         ready = [buffer for buffer in self._open if self._sums_now(buffer)]
+        axes = {axis for buffer in ready for axis in buffer.open.sums}
         for name in PRODUCT_AXES:
-            self._sums.start_sums(name, ready)
+            if name in axes:
+                self._sums.start_sums(name, ready)
         for buffer in ready:
             self._sums.put(buffer)
         self._sums.flush()

@@ -282,7 +282,8 @@ class Optimizer:
             for gather in gathers:
                 gather.wait()
         for parameter in filled:
-            parameter.grad_buffer.use()
+            if parameter.grad_buffer.feedback is not None or parameter.grad_buffer.apart:
+                parameter.grad_buffer.use()
             if parameter.master is not None:
                 parameter._note_rounded()
         if len(self._state) != self._noted:

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import standin  # noqa: F401, so that library_named knows it
-from tiles import held, indices, places
+from tiles import held, indices, places, whole_of
 
 from pmm3d import (
     BlacsContext,
@@ -24,7 +24,7 @@ from pmm3d import (
 )
 from pmm3d.arrays import library_named
 from pmm3d.linalg import panels
-from pmm3d.linalg.window import Window, gathered
+from pmm3d.linalg.window import Window
 
 DTYPES = ("float64", "complex64", "float32", "complex128")
 
@@ -272,7 +272,7 @@ def test_residuals_of_ill_conditioned_matrices_are_those_of_lapack(grid, narrow)
     with BlacsContext(grid, (1, grid.size)) as context:
         square = context.descriptor(size, size, 4, 4)
         store = lambda whole: held(square.cyclic, grid.rank, whole)[0]
-        gathered_of = lambda array: np.asarray(gathered(Window(array, square, 0, 0, size, size)))
+        gathered_of = lambda array: whole_of(Window(array, square, 0, 0, size, size))
         ratio = lambda a, x, b: np.linalg.norm(a @ x - b) / (np.linalg.norm(a) * np.linalg.norm(x) * size * eps)
         triangle_of, b = np.tril(random((size, size), "float64", 1)), random((size, size), "float64", 2)
         assert np.linalg.cond(triangle_of) > 1e9
