@@ -51,18 +51,11 @@ def drop(*paths: Path) -> None:
 def read(grid: Grid, paths: list[Path], product: FileProduct) -> None:
     """Read the panels of a product."""
     with ExitStack() as held:
-        sources = [MatrixSource(grid, held, name, path, "N") for name, path in zip("ab", paths)]
-        memory = [np.empty(product.rows * product.depth), np.empty(product.depth * product.cols)]
+        a, b = (MatrixSource(grid, held, name, path, "N") for name, path in zip("ab", paths))
+        of_a, of_b = np.empty(product.rows * product.depth), np.empty(product.depth * product.cols)
         for step in product.steps():
-            for source, room, layout, (rows, cols) in zip(
-                sources, memory, (Layout.A, Layout.B), ((step.rows, step.depth), (step.depth, step.cols))
-            ):
-                box = source.matrix(grid, room, (rows.stop - rows.start, cols.stop - cols.start), layout)[1]
-                source.read(
-                    room,
-                    slice(rows.start + box.r0, rows.start + box.r1),
-                    slice(cols.start + box.c0, cols.start + box.c1),
-                )
+            a.panel(grid, of_a, step.rows, step.depth, Layout.A)
+            b.panel(grid, of_b, step.depth, step.cols, Layout.B)
 
 
 def multiply(grid: Grid, product: FileProduct) -> None:

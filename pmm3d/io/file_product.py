@@ -83,7 +83,8 @@ def matmul_files(
         A .npy file, or an HDF5 file and the name of a data set, of 4 or more bytes for an element. All ranks read them.
         On a dry grid: (shape, dtype).
     c : str, Path or (str or Path, str)
-        The new file, another one than those of A and B. It has this name when it is complete.
+        The new file, another one than those of A and B. It has this name when it is complete. On a dry grid no file is
+        read or written, and `c` is not used.
     memory : int
         Bytes that a rank may hold for A, B, C and the work memory of a product. HDF5 needs memory of its own: a cache
         of 8 MiB for a data set with chunks, and a chunk if that is larger.
@@ -315,17 +316,11 @@ class _Run:
 
     def _read(self, step: Step, panels: _Panels) -> tuple[DistMatrix, DistMatrix]:
         """Fill a panel of A and one of B with this rank's parts."""
-        matrices = list[DistMatrix]()
-        for source, memory, layout, (rows, cols) in zip(
-            self._sources, panels, (Layout.A, Layout.B), ((step.rows, step.depth), (step.depth, step.cols))
-        ):
-            shape = rows.stop - rows.start, cols.stop - cols.start
-            matrix, box = source.matrix(self._grid, memory, shape, layout)
-            source.read(
-                memory, slice(rows.start + box.r0, rows.start + box.r1), slice(cols.start + box.c0, cols.start + box.c1)
-            )
-            matrices.append(matrix)
-        return matrices[0], matrices[1]
+        a, b = self._sources
+        return (
+            a.panel(self._grid, panels.a, step.rows, step.depth, Layout.A),
+            b.panel(self._grid, panels.b, step.depth, step.cols, Layout.B),
+        )
 
     def _tile(self, step: Step) -> tuple[DistMatrix, Box]:
         """The tile of C of a step, and this rank's part of it."""

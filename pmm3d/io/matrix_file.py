@@ -13,7 +13,7 @@ import numpy as np
 from ..arrays import Array, check_matrix_dtype
 from ..comm import Grid
 from ..errors import DataError, DTypeError, LayoutError, needs
-from ..layout import LOW_PRECISION, Box, Layout
+from ..layout import LOW_PRECISION, Layout
 from ..product import DistMatrix
 from ..product.files import opened, write_npy_header
 
@@ -68,7 +68,7 @@ class MatrixSource:
     """An operand in a file, or on a dry grid none.
 
     path       the file, or None
-    identity   what must be equal when a run is continued
+    identity   the properties of the file and its use that a continued run compares
     """
 
     def __init__(self, grid: Grid, held: ExitStack, name: str, stored: Any, op: str):
@@ -104,7 +104,7 @@ class MatrixSource:
 
     @property
     def identity(self) -> list[Any]:
-        """What must be equal when a run is continued."""
+        """Return the properties that a continued run compares with those of the run before."""
         return [os.path.abspath(self.path or ""), self._dataset, *self.status, *self.shape, self.dtype, self.op]
 
     def _status(self) -> tuple[int, int]:
@@ -119,27 +119,28 @@ class MatrixSource:
                 f"{self.path} has changed during the run: C is not the product. Begin again with overwrite=True"
             )
 
-    def matrix(self, grid: Grid, memory: Array, shape: tuple[int, int], layout: Layout) -> tuple[DistMatrix, Box]:
-        """op(X) of a panel of this shape, at the start of `memory`, and the part of op(X) that this rank has."""
+    def panel(self, grid: Grid, memory: Array, rows: slice, cols: slice, layout: Layout) -> DistMatrix:
+        """Read this rank's part of op(X)[rows, cols] to the start of `memory`, and return the panel. No messages."""
+        shape = rows.stop - rows.start, cols.stop - cols.start
         box = layout.box(shape, grid.shape, grid.coords)
-        rows, cols = box.shape
-        if self.op == "N":
-            return DistMatrix(grid, memory[: rows * cols].reshape(rows, cols), shape, layout), box
-        whole = DistMatrix(grid, memory[: rows * cols].reshape(cols, rows), shape[::-1], layout.T)
-        return (whole.H if self.op == "C" else whole.T), box
+        own = slice(rows.start + box.r0, rows.start + box.r1), slice(cols.start + box.c0, cols.start + box.c1)
+        turned = self.op != "N"
+        where, stored = (own[::-1], box.shape[::-1]) if turned else (own, box.shape)
+        array = memory[: stored[0] * stored[1]].reshape(stored)
+        if self.path is not None and 0 not in stored:
+            self._read(array, where)
+        if not turned:
+            return DistMatrix(grid, array, shape, layout)
+        whole = DistMatrix(grid, array, shape[::-1], layout.T)
+        return whole.H if self.op == "C" else whole.T
 
-    def read(self, memory: Array, rows: slice, cols: slice) -> None:
-        """Fill `memory` with the elements op(X)[rows, cols] of the file, stored by rows of X."""
-        where = (rows, cols) if self.op == "N" else (cols, rows)
-        shape = tuple(each.stop - each.start for each in where)
-        if self.path is None or 0 in shape:
-            return
-        out = memory[: shape[0] * shape[1]].reshape(shape)
+    def _read(self, out: Array, where: tuple[slice, ...]) -> None:
+        """Fill an array with the elements X[where] of the file."""
         if self._raw is None:
             self._file.read_direct(out, where)
         elif self._by_columns:
-            column = np.empty((1, shape[0]), self.dtype)
-            for number in range(shape[1]):
+            column = np.empty((1, len(out)), self.dtype)
+            for number in range(out.shape[1]):
                 self._raw.read(column, where[1].start + number, where[0].start)
                 out[:, number] = column[0]
         else:

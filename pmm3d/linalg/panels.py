@@ -223,7 +223,7 @@ class PanelPlan:
         return plan_bytes(self.grid.size, max([move.rounds for move in self._moves], default=1)) * len(self._moves)
 
     def _end(self) -> None:
-        """Nothing: the moves are freed with the plan."""
+        """Do nothing: the moves are freed with the plan."""
 
     def take(self, *targets: Tiled) -> None:
         """Take a work array for the panels of each tiling. It may be empty on a rank."""

@@ -14,7 +14,7 @@ from .window import Operand, Window, checked, gemm, letter
 def triangular_product(side: str, uplo: str, op: str, diag: str, alpha: complex, a: Window, b: Window) -> None:
     """B = alpha op(A) B, or alpha B op(A) with side "R". Only a triangle of A is read. Collective.
 
-    Of an A with n rows, (n^2 + n b) / 2 elements are multiplied, with b as of `rank_k`.
+    If A has n rows, the products read (n^2 + n b) / 2 of its n^2 elements. `rank_k` defines b.
     """
     size, left = a.rows, side == "L"
     if not size or not min(b.shape):

@@ -66,7 +66,7 @@ class FileProduct:
         """
 
         def made(down: int, across: int) -> FileProduct:
-            """C in so many rows and columns of tiles. Tiles and panels have about one size each."""
+            """Return the product with this number of rows and of columns of tiles, which have about the same size."""
             rows, cols = -(-m // down), -(-n // across)
             return cls(m, n, k, dtype, grid, rows, cols, _even(k, max(LEAST_DEPTH, isqrt(rows * cols) // DEPTHS)), ops)
 
