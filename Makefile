@@ -44,8 +44,6 @@ FEW_ON_TORCH := $(addprefix tests/,\
   nn/test_finite_differences.py::test_gradients_are_central_differences \
   nn/test_nn_gradients.py::test_gradients_are_central_differences \
   nn/test_operations.py::test_values_and_gradients_are_those_of_torch nn/test_nn_torch.py::test_each_optimizer_takes_the_steps_of_torch)
-# On CI, the tests without ranks also count the lines that they execute, and fail below this percentage.
-LEAST_COVERAGE := 85
 COVERAGE := $(VENV)/bin/python -m coverage
 # Tests without MPI ranks: one worker for each core.
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
@@ -118,15 +116,7 @@ test-nightly: setup site-launcher ## tests that are too long for each change; a 
 	$(PYTEST) -o cache_dir=.pytest_cache/nightly -m "nightly and parallel" $(ARGS) && exit $$unit
 
 test-unit: setup ## tests without MPI ranks, in parallel workers
-ifdef PMM3D_CI
-	@rm -f .coverage .coverage.*
-	$(COVERAGE) run -m pytest -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
-	@$(COVERAGE) combine -q
-	@echo "coverage of the tests without ranks: $$($(COVERAGE) report --format=total)% of the lines of pmm3d"
-	@$(COVERAGE) report --fail-under=$(LEAST_COVERAGE) >/dev/null
-else
 	$(PYTEST) -o cache_dir=.pytest_cache/unit $(IN_WORKERS) $(ARGS)
-endif
 
 test-mpi: setup site-launcher ## tests on several MPI ranks; N=4: only those on 4 ranks
 	$(PYTEST) -o cache_dir=.pytest_cache/mpi -m parallel $(if $(N),--ranks $(N)) $(ARGS)

@@ -156,7 +156,7 @@ def test_numbers_of_the_host_are_not_replayed(comm, function, reason):
 
 
 @pytest.mark.nightly
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2], thorough=[1, 4])
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_layers_on_every_grid(comm, network, library):
@@ -165,7 +165,7 @@ def test_layers_on_every_grid(comm, network, library):
 
 
 @pytest.mark.nightly
-@pytest.mark.parallel([1, 2, 4])
+@pytest.mark.parallel([2], thorough=[1, 4])
 @pytest.mark.parametrize("loss", CROSS_ENTROPY)
 def test_labels_that_count_change_from_step_to_step(comm, loss):
     for (shape, data), library, parts in zip(GRIDS[comm.size], ["numpy", "torch"] * 2, [1, 2, 2, 1]):
