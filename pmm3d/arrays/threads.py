@@ -31,8 +31,9 @@ WRITTEN, READ, LEAST_TILED = 256, 128, 2**10
 """Length of a tile of a transposition in the direction in which the written array is contiguous, and in that of the
 read array; and elements of an array that is copied without tiles. Tiles take half of the time of one assignment, and
 omatcopy of a BLAS takes longer."""
-ALIASED, LINE = 2**12, 64
-"""Rows that begin at multiples of this number of bytes use the same lines of a cache, and bytes of a line."""
+ALIASED, LINE = 2**10, 64
+"""Rows that begin at multiples of this number of bytes use few lines of a cache, so that it cannot hold a tile of them;
+and bytes of a line."""
 PREFIX = "pmm3d loop"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,8 +15,6 @@ from .panels import Exchange, PanelPlan, Spread, View, on_diagonal_and_below, pl
 from .triangular import solved
 from .window import Operand, Window, checked, letter
 
-STRIP = 3
-"""Number of panels of a strip."""
 LEAF = 128
 """Largest number of columns of a block on the diagonal that is computed in full, although half is written."""
 UPDATE_BYTES = 512
@@ -198,37 +196,26 @@ def solved_by_factor(factor: Window, uplo: str, b: Window) -> None:
 
 
 class CholeskyPlan(PanelPlan):
-    """A = L L^H, of the lower triangle of a view.
-
-    The columns are divided into strips of several panels. Each panel changes the rest of its strip. At its end, a strip
-    changes the matrix right of it, by products of a larger k.
-    """
+    """A = L L^H, of the lower triangle of a view: right-looking, each panel changes the matrix right of it."""
 
     def __init__(self, view: View):
         super().__init__(view, view.shape[0])
         cyclic, size = self.cyclic, self.size
         dealt, self._dealt = self.dealt(0)
-        wide = min(size, STRIP * self.width)
-        self.take(self.whole(self.width), dealt, *[Spread(cyclic, of, 0, wide) for of in (0, 1)])
+        self.take(self.whole(self.width), dealt, *[Spread(cyclic, of, 0, self.width) for of in (0, 1)])
         self._masks = dict[tuple[int, int], np.ndarray]()
         self.steps = list[Step]()
         for low, high in self.panels:
             width, rest = high - low, size - high
-            start = low // wide * wide
-            end = min(size, start + wide)
             block = cyclic.sub(low, low, width, width), self.whole(width)
             if not rest:
-                self.steps.append(Step(low, high, start, self.move(block)))
+                self.steps.append(Step(low, high, self.move(block)))
             else:
                 panel, below = cyclic.sub(high, low, rest, width), cyclic.sub(high, high, rest, rest)
                 slab = dealt.sub(high, 0, rest, width)
+                deal = self.move(block, (panel, slab))
                 spread = self.move(*[(slab, Spread(below, of, 0, width)) for of in (0, 1)])
-                step = Step(low, high, start, self.move(block, (panel, slab)), spread)
-                self.steps.append(step)
-                step.updates = self._triangle(high, end, slice(low - start, high - start))
-                self._rectangle(end, size, high, end, slice(low - start, high - start), step.updates)
-                if high == end:
-                    step.updates += self._triangle(end, size, slice(0, wide))
+                self.steps.append(Step(low, high, deal, spread, self._triangle(high, size)))
         updates = UPDATE_BYTES * sum(len(step.updates) for step in self.steps)
         own = updates + sum(mask.nbytes for mask in self._masks.values())
         self._local_bytes = int(self.grid.comm.largest(own))
@@ -237,12 +224,12 @@ class CholeskyPlan(PanelPlan):
     def table_bytes(self) -> int:
         return super().table_bytes + self._local_bytes
 
-    def _triangle(self, low: int, high: int, panels: slice) -> list[Update]:
-        """Updates of the lower triangle low:high on this rank, by halves. panels: columns of the strip."""
+    def _triangle(self, low: int, high: int) -> list[Update]:
+        """Updates of the lower triangle low:high on this rank, by halves."""
         if high - low > LEAF:
-            middle, found = low + max(1, (high - low) // LEAF // 2) * LEAF, list[Update]()
-            self._rectangle(middle, high, low, middle, panels, found)
-            return self._triangle(low, middle, panels) + found + self._triangle(middle, high, panels)
+            middle = low + max(1, (high - low) // LEAF // 2) * LEAF
+            below = Update(self.rows.within(middle, high), self.cols.within(low, middle), None)
+            return self._triangle(low, middle) + [below] + self._triangle(middle, high)
         rows, cols = self.rows.within(low, high), self.cols.within(low, high)
         i, j = self.rows.numbered(rows), self.cols.numbered(cols)
         if not len(i) or not len(j) or i[-1] < j[0]:
@@ -250,48 +237,43 @@ class CholeskyPlan(PanelPlan):
         mask = None
         if i[0] < j[-1]:
             mask = self._masks.setdefault((low, high), i[:, None] >= j)
-        return [Update(rows, cols, panels, mask)]
-
-    def _rectangle(self, top: int, bottom: int, left: int, right: int, panels: slice, found: list[Update]) -> None:
-        """Add the update of these rows and columns, if this rank has some of them."""
-        rows, cols = self.rows.within(top, bottom), self.cols.within(left, right)
-        if rows.start < rows.stop and cols.start < cols.stop:
-            found.append(Update(rows, cols, panels, None))
+        return [Update(rows, cols, mask)]
 
     def __call__(self, a: Array) -> int:
         info, conjugates = 0, self.dtype.startswith("complex")
         with self.arrays() as (diagonal, slab, of_rows, of_cols):
-            for step in self.steps:
-                low, high, width = step.low, step.high, step.high - step.low
+            for low, high, deal, spread, updates in self.steps:
+                width = high - low
                 whole, part = diagonal[:width, :width], slab[:, :width]
-                self.send(step.deal, (a, whole), *([(a, part)] if step.spread else []))
+                self.send(deal, (a, whole), *([(a, part)] if spread else []))
                 factor = np.asfortranarray(self.library.to_numpy(whole))
                 if not info:  # otherwise the messages only keep the ranks together
                     failed = lapack.potrf("L", factor)
                     info = low + failed if failed else 0
                 self.store(a, factor, low, on_diagonal_and_below)
-                if step.spread is None:
+                if spread is None:
                     break
                 if not info:
                     of_part = factor.conj().T if conjugates else factor.T
                     self.solve(of_part, part[self._dealt.within(high, self.size)], False, False, False)
-                place = slice(low - step.strip, high - step.strip)
-                rows, cols = of_rows[:, place], of_cols[:, place]
-                self.send(step.spread, (part, rows), (part, cols))
+                rows, cols = of_rows[:, :width], of_cols[:, :width]
+                self.send(spread, (part, rows), (part, cols))
                 if not info:
                     below = self.rows.within(high, self.size)
                     for here, there in self.cols.runs(low, high):
                         a[below, here] = rows[below, there]
                     if conjugates:
                         self.library.conjugate_in_place(cols)
-                    run_gemm(self.grid, partial(self._update, step.updates, a, of_rows, of_cols.T))
+                    run_gemm(self.grid, partial(self._update, updates, a, rows, cols.T))
         return self.least(info)
 
-    def _update(self, updates: list[Update], a: Array, of_rows: Array, of_cols: Array) -> None:
-        """A -= (panels) (panels)^H of these parts."""
+    def _update(self, updates: Sequence[Update], a: Array, of_rows: Array, of_cols: Array) -> None:
+        """A -= (panel) (panel)^H of these parts."""
         gemm, work = self.library.gemm, self.grid.workspace
-        for rows, cols, panels, mask in updates:
-            factors, here = (of_rows[rows, panels], of_cols[panels, cols]), a[rows, cols]
+        for rows, cols, mask in updates:
+            factors, here = (of_rows[rows], of_cols[:, cols]), a[rows, cols]
+            if 0 in here.shape:
+                continue
             if mask is None:
                 gemm(*factors, here, -1, 1, work)
             else:
@@ -301,20 +283,18 @@ class CholeskyPlan(PanelPlan):
 
 
 class Update(NamedTuple):
-    """A product of two parts of a strip that is subtracted from these rows and columns of this rank's array.
+    """A product of parts of a panel that is subtracted from these rows and columns of this rank's array.
 
-    panels   columns of the strip;   mask   elements that are changed. None: all
+    mask   elements that are changed. None: all
     """
 
     rows: slice
     cols: slice
-    panels: slice
     mask: np.ndarray | None
 
 
-@dataclass
-class Step:
-    """A panel low:high of columns of the strip that begins at column `strip`.
+class Step(NamedTuple):
+    """A panel low:high of columns.
 
     deal     exchange of the diagonal block, and of the panel below it
     spread   exchange of the panel after the solve. None in the last step, which has no panel
@@ -322,7 +302,6 @@ class Step:
 
     low: int
     high: int
-    strip: int
     deal: Exchange
     spread: Exchange | None = None
-    updates: list[Update] = field(default_factory=list)
+    updates: Sequence[Update] = ()
