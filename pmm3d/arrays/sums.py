@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..errors import DTypeError
 from ..layout import LOW_PRECISION, MATRIX_DTYPES, WIDENED_DEPTH, WIDER
-from .threads import by_rows, copy_into, parallel_rows, tiles
+from .threads import COPIED, by_rows, copy_into, in_tiles, parallel_rows
 
 
 class WorkArrays(Protocol):
@@ -170,15 +170,23 @@ def add_scaled(library: Any, part: Any, out: Any, factors: Factors) -> None:
     """
     if not library.has_data:
         library.passed("add", out, *([] if factors.beta == 0 else [out]), part)
-    elif library.slice_elements is None or prod(out.shape) <= library.slice_elements:
+        return
+
+    def add(part: Any, out: Any) -> None:
         _add_scaled(library, part, out, *factors)
+
+    def add_rows(rows: slice) -> None:
+        if library.name == "numpy":
+            in_tiles(part[rows], out[rows], add, ordered=True)
+        else:
+            add(part[rows], out[rows])
+
+    if library.name == "numpy" and out.ndim == 2 and out.strides[0] < out.strides[1]:
+        part, out = part.T, out.T
+    if library.slice_elements is None:
+        add(part, out)
     else:
-        parallel_rows(library, lambda rows: _add_in_tiles(library, part[rows], out[rows], factors), out.shape)
-
-
-def _add_in_tiles(library: Any, part: Any, out: Any, factors: Factors) -> None:
-    for tile in tiles(part, out) if library.name == "numpy" else [...]:
-        _add_scaled(library, part[tile], out[tile], *factors)
+        parallel_rows(library, add_rows, out.shape, COPIED)
 
 
 def _add_scaled(library: Any, part: Any, out: Any, beta: complex, alpha: complex, conjugated: bool) -> None:

@@ -274,15 +274,21 @@ def test_a_program_that_names_no_pgemm(program, tmp_path, needed, processes):
     assert (log.exists() and log.read_text().count("pmm3d's drop-in for ScaLAPACK is loaded")) == processes
 
 
-def test_the_size_is_measured():
-    """`pmm3d tune scalapack` prints the variable."""
+def test_the_size_and_the_routines_are_measured():
+    """`pmm3d tune scalapack` prints the variables."""
     small = (
         "import sys; from pmm3d.tools.tune.scalapack import measuring; measuring.LENGTHS = (16, 24)\n"
         "measuring.SHORT, measuring.LARGE, measuring.ROUNDS = (8,), 16, 1\n"
         "from pmm3d.tools.cli import main; sys.argv = ['pmm3d', 'tune', 'scalapack', '--block', '8']; main()"
     )
     written = Caller(ENVIRONMENT / "bin" / "python").written(2, "-c", small)
-    assert re.search(r"^ +32x8x32 .*^  export PMM3D_SCALAPACK_BELOW=\d+$", written, re.M | re.S), written
+    found = re.search(
+        r"^ +gemm +32x8x32 .*^ +trtri +\d+ .*^  export PMM3D_SCALAPACK_BELOW=\d+\n"
+        r"  export PMM3D_SCALAPACK_ROUTINES=gemm(,\w+)*$",
+        written,
+        re.M | re.S,
+    )
+    assert found, written
 
 
 @pytest.mark.parametrize(

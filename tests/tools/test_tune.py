@@ -1,8 +1,10 @@
 """Measurements of `pmm3d tune machine`: laws recovered from invented rows, shapes, groups, names; and the command."""
 
+import re
 from dataclasses import replace
 from io import StringIO
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +22,7 @@ from pmm3d.model.machines.laws import OPERATIONS, Law
 from pmm3d.tools.timing import CoreShare, Sampler
 from pmm3d.tools.tune import collectives, fitting, measure, rates, steps
 from pmm3d.tools.tune.scalapack.library import Scalapack
+from pmm3d.tools.tune.scalapack.routines import ROUTINES
 
 TRUE = Law(2e-5, 1e-6, 4e-6, 2e-10, 5e-11)
 SIZES = (64, 4096, 2**18, 2**22)
@@ -352,6 +355,14 @@ def test_a_cache_that_cannot_be_written_is_told_of(tune, tmp_path):
     assert done.returncode == 0 and "The machine is not stored" in done.stdout, done.stderr
     done = tune(1, "--budget", 0.02, "--dtype", "float32", "--no-store")
     assert done.returncode == 0 and "stored" not in done.stdout, done.stderr
+
+
+def test_the_measured_routines_are_those_of_the_drop_in():
+    table = (Path(__file__).parents[2] / "embed" / "scalapack_routines.h").read_text()
+    sizes = re.findall(r"^    ROUTINE\((\w+), .*, ([\d. /]+)\),$", table, re.M)
+    assert [(name, eval(share)) for name, share in sizes] == [
+        ("gemm", 1), *((name, kind.share) for name, kind in ROUTINES.items())
+    ]  # fmt: skip
 
 
 def test_a_scalapack_that_cannot_be_used(monkeypatch):

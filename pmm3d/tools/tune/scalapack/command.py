@@ -24,12 +24,17 @@ def scalapack_command(
     ] = "",
     block: Annotated[int | None, size(1, "Rows and columns of a block of the matrices. Default: 64.")] = None,
 ) -> None:
-    """Find the size from which pmm3d multiplies faster than ScaLAPACK, for the drop-in.
+    """Find the routines and the sizes that pmm3d computes faster than ScaLAPACK, for the drop-in.
 
     All ranks multiply float64 matrices with pgemm and with ScaLAPACK's p?gemm, in turns. The median of five rounds on
-    the slowest rank counts. The command prints PMM3D_SCALAPACK_BELOW=L for a batch script: the smallest L for which no
-    measured product is slower than with ScaLAPACK, and at least 32, the shortest length measured. The drop-in leaves a
-    product to ScaLAPACK if m, n or k is below L, or if m n k / ranks is below L^3.
+    the slowest rank counts. Then they call the other routines of the drop-in on square matrices, of the smallest size
+    that the drop-in takes and of twice this size. The command prints two variables for a batch script.
+
+    PMM3D_SCALAPACK_BELOW=L: the smallest L for which no measured product is slower than with ScaLAPACK, and at least
+    32, the shortest length measured. The drop-in leaves a product to ScaLAPACK if m, n or k is below L, or if m n k /
+    ranks is below L^3.
+
+    PMM3D_SCALAPACK_ROUTINES: gemm, and the routines that were in no measured size slower than ScaLAPACK's.
 
     Start as many ranks as in your jobs, and let no other program run. This Python's mpi4py must use the MPI of
     ScaLAPACK, as that of .venv-embed does (make embed). Use the same BLAS on both sides: PMM3D_BLAS, and the BLAS of
@@ -45,22 +50,26 @@ def scalapack_command(
         logging.getLogger("pmm3d.comm").setLevel(logging.WARNING)  # no line for the grid of each product
         from .library import Scalapack
         from .measuring import choice, length_of, measure, products
+        from .routines import ROUTINES, faster, measure_routines
 
         scalapack, shapes = Scalapack(library), products(comm.size)
-        with progress("tune scalapack", comm.rank == 0, len(shapes)) as tell:
+        with progress("tune scalapack", comm.rank == 0, len(shapes) + 2 * len(ROUTINES)) as tell:
             timed = measure(comm, scalapack, shapes, block or 64, tell)
+            below = comm.bcast(choice(timed, comm.size))
+            of_routines = measure_routines(comm, scalapack, below, block or 64, tell)
         if comm.rank == 0:
-            print_timed(timed, console(sys.stdout))
-            below = choice(timed, comm.size)
+            print_timed([*timed, *of_routines], console(sys.stdout))
             if below > max(length_of(each.shape, comm.size) for each in timed):
                 say("The largest measured products are slower with pmm3d. Larger products were not measured.")
             say(f"  export PMM3D_SCALAPACK_BELOW={below}")
+            say(f"  export PMM3D_SCALAPACK_ROUTINES={','.join(['gemm', *faster(of_routines)])}")
 
 
 def print_timed(timed: list[Timed], console: Console) -> None:
-    table = FigureTable("", ("m x n x k", "ScaLAPACK ms", "pmm3d ms", "pmm3d / ScaLAPACK"))
+    table = FigureTable("", ("routine", "size", "ScaLAPACK ms", "pmm3d ms", "pmm3d / ScaLAPACK"))
     for each in timed:
         table.add_row(
+            each.name,
             "x".join(map(str, each.shape)),
             f"{1e3 * each.scalapack:.2f}",
             f"{1e3 * each.pmm3d:.2f}",

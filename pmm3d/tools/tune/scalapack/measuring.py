@@ -7,7 +7,6 @@ from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
 from ....product import BlacsContext, pgemm
@@ -24,9 +23,14 @@ STEP = 16
 
 
 class Timed(NamedTuple):
-    """Median seconds of a product, with pgemm and with ScaLAPACK's p?gemm."""
+    """Median seconds of a call, with pmm3d and with ScaLAPACK.
 
-    shape: Shape
+    name    of the routine, such as gemm
+    shape   m, n, k of a product, or the rows of square matrices
+    """
+
+    name: str
+    shape: Sequence[int]
     pmm3d: float
     scalapack: float
 
@@ -77,21 +81,32 @@ def measure(
                 ),
                 lambda: scalapack.run("gemm", "float64", "N", "N", m, n, k, 1.0, *others[:2], 0.0, others[2]),
             ]
-            times = np.array([[_slowest(comm, side) for side in sides] for _ in range(ROUNDS + 1)])
-            timed.append(Timed((m, n, k), *(median(side) for side in times[1:].T.tolist())))
+            timed.append(Timed("gemm", (m, n, k), *medians_in_turns(comm, sides)))
             tell(f"{m} x {n} x {k}", 1)
     theirs.close()
     return timed
 
 
-def _slowest(comm: MPI.Intracomm, work: Callable[[], object]) -> float:
+def medians_in_turns(
+    comm: MPI.Intracomm, sides: Sequence[Callable[[], object]], before: Callable[[], object] = lambda: None
+) -> list[float]:
+    """Return the median seconds of each side, on the slowest rank. A first round does not count. Collective.
+
+    before   called before each call, and not timed
+    """
+    times = [[_slowest(comm, side, before) for side in sides] for _ in range(ROUNDS + 1)]
+    return [median(of_side) for of_side in zip(*times[1:])]
+
+
+def _slowest(comm: MPI.Intracomm, work: Callable[[], object], before: Callable[[], object]) -> float:
+    before()
     comm.Barrier()
     begun = MPI.Wtime()
     work()
     return comm.allreduce(MPI.Wtime() - begun, MPI.MAX)
 
 
-def length_of(shape: Shape, ranks: int) -> float:
+def length_of(shape: Sequence[int], ranks: int) -> float:
     """Return the largest length L for which pmm3d takes a product: m, n and k are at least L, and m n k / ranks is at
     least L^3. embed/scalapack.c has the same rule.
 
@@ -106,9 +121,9 @@ def choice(timed: Sequence[Timed], ranks: int) -> int:
     """Return the smallest length for which no measured product that pmm3d takes is slower than with ScaLAPACK, and at
     least the shortest measured length.
 
-        >>> choice([Timed((512, 512, 512), 2, 1), Timed((1024, 1024, 1024), 1, 2)], 8)
+        >>> choice([Timed("gemm", (512, 512, 512), 2, 1), Timed("gemm", (1024, 1024, 1024), 1, 2)], 8)
         272
-        >>> choice([Timed((512, 512, 512), 1, 2)], 8)
+        >>> choice([Timed("gemm", (512, 512, 512), 1, 2)], 8)
         32
     """
     slower = [length_of(each.shape, ranks) for each in timed if each.pmm3d > each.scalapack]
