@@ -13,7 +13,7 @@ Blocks are 64 x 64, on the process grid nearest to a square. Times are medians o
 order of the libraries alternates. The limit is the rate of the same GEMM on one core, times the cores of the ranks.
 With --moves: an 8192 x 8192 matrix of float64 to the layout of an operand and back, and MPI_Alltoallv of the same
 number of bytes. With --ways: products whose C stays where it is, and the same with A, B and C moved, as with
-`max_workspace`; 4 or 16 ranks have a square process grid. With --datatypes: a 4096 x 4096 matrix of float64 to the
+`max_workspace`. With --datatypes: a 4096 x 4096 matrix of float64 to the
 layout of an operand and back, by packed messages, as in pmm3d, and by messages of one derived datatype each.
 """
 
@@ -44,7 +44,7 @@ from pmm3d.tools.tune.scalapack.library import Scalapack
 from pmm3d.tools.tune.scalapack.measuring import process_grid
 
 SHAPES = ((4096, 4096, 4096), (1024, 1024, 32768), (65536, 512, 512))
-WAYS = ((1024, 1024, 1024), (4096, 4096, 4096), (4096, 4096, 256))
+WAYS = ((1024, 1024, 1024), (4096, 4096, 4096), (4096, 4096, 256), (4096, 4096, 64))
 BLOCK, MOVED = 64, 8192
 LIBRARY = NumpyLibrary()
 

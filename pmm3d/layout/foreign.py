@@ -159,8 +159,29 @@ class BlockCyclic:
         return f"{self.process_grid[0]} x {self.process_grid[1]}"
 
 
+class _OfProcessRows:
+    """A tiling whose tiles are the same on all processes of a process row, or of a process column, of a matrix."""
+
+    matrix: BlockCyclic
+    of: int
+    dim: int
+    exact = False
+
+    def owners_of(self, tile: Tile) -> Sequence[int]:
+        part, replicas = tile[self.dim], range(self.matrix.process_grid[1 - self.of])
+        tiles = [Tile(other, part) if self.of else Tile(part, other) for other in replicas]
+        return tuple([self.matrix.owners_of(each)[0] for each in tiles])
+
+    def sender_for(self, tile: Tile, reader: int) -> int:
+        owners = self.owners_of(tile)
+        return reader if reader in owners else owners[0]
+
+    def check_ranks(self, size: int) -> None:
+        self.matrix.check_ranks(size)
+
+
 @dataclass(frozen=True)
-class Lines:
+class Lines(_OfProcessRows):
     """A block-cyclic matrix of which each process stores whole rows or columns: an array for each part of the others.
 
     matrix   the block-cyclic matrix
@@ -176,7 +197,6 @@ class Lines:
     of: int
     dim: int
     order = "F"
-    exact = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -184,11 +204,11 @@ class Lines:
 
     @cached_property
     def rows(self) -> Cyclic:
-        return _near_start(self.matrix.rows)
+        return near_start(self.matrix).rows
 
     @cached_property
     def cols(self) -> Cyclic:
-        return _near_start(self.matrix.cols)
+        return near_start(self.matrix).cols
 
     def most(self) -> tuple[int, int, int]:
         rows, cols = ([one.extent(part) for part in range(one.parts)] for one in (self.rows, self.cols))
@@ -200,28 +220,76 @@ class Lines:
         others = range((self.cols, self.rows)[self.dim].parts)
         return [Tile(other, part) if self.dim else Tile(part, other) for part in parts for other in others]
 
-    def owners_of(self, tile: Tile) -> Sequence[int]:
-        part, replicas = tile[self.dim], range(self.matrix.process_grid[1 - self.of])
-        tiles = [Tile(other, part) if self.of else Tile(part, other) for other in replicas]
-        return tuple([self.matrix.owners_of(each)[0] for each in tiles])
-
-    def sender_for(self, tile: Tile, reader: int) -> int:
-        owners = self.owners_of(tile)
-        return reader if reader in owners else owners[0]
-
     def local_shapes(self, rank: int) -> list[tuple[int, int]]:
         return [(self.rows.extent(row), self.cols.extent(col)) for row, col in self.tiles(rank)]
 
-    def check_ranks(self, size: int) -> None:
-        self.matrix.check_ranks(size)
+
+@dataclass(frozen=True)
+class Spread(_OfProcessRows):
+    """A factor of a product on all processes that multiply with it: each has the lines of the factor that its part of
+    the product needs, in the places of the product's array.
+
+    matrix   the product
+    of       dim of the process grid, and of the product, whose lines are those of the factor
+    dim      dim of the factor that these lines divide
+    width    size of the other dim of the factor, which is not divided
+
+        >>> rows = Spread(BlockCyclic((10, 6), (2, 3), (2, 2)), 0, 0, 5)
+        >>> rows.shape, rows.owners_of(Tile(1, 0)), rows.tiles(3), rows.local_shapes(3), rows.most()
+        ((10, 5), (2, 3), [Tile(row=1, col=0)], [(4, 5)], (30, 6, 5))
+    """
+
+    matrix: BlockCyclic
+    of: int
+    dim: int
+    width: int
+
+    @property
+    def order(self) -> str:
+        return self.matrix.order
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        size = self.matrix.shape[self.of]
+        return (self.width, size) if self.dim else (size, self.width)
+
+    @property
+    def _lines(self) -> Cyclic:
+        return self.matrix.cols if self.of else self.matrix.rows
+
+    @property
+    def _undivided(self) -> Cyclic:
+        return Cyclic(self.width, max(1, self.width), 1)
+
+    @cached_property
+    def rows(self) -> Cyclic:
+        return self._undivided if self.dim else self._lines
+
+    @cached_property
+    def cols(self) -> Cyclic:
+        return self._lines if self.dim else self._undivided
+
+    def most(self) -> tuple[int, int, int]:
+        near = (near_start(self.matrix).rows, near_start(self.matrix).cols)[self.of]
+        size = max([near.extent(part) for part in range(near.parts)])
+        return size * self.width, *((self.width, size) if self.dim else (size, self.width))
+
+    def tiles(self, rank: int) -> Sequence[Tile]:
+        parts = [tile[self.of] for tile in self.matrix.tiles(rank)]
+        return [Tile(0, part) if self.dim else Tile(part, 0) for part in parts]
+
+    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
+        sizes = [self._lines.extent(tile[self.of]) for tile in self.matrix.tiles(rank)]
+        return [(self.width, size) if self.dim else (size, self.width) for size in sizes]
 
 
-def _near_start(lines: Cyclic) -> Cyclic:
-    """Return the same division with the least offset, so that arrays begin at most a block before the window."""
-    return replace(lines, offset=lines.offset % (lines.block * lines.parts))
+def near_start(cyclic: BlockCyclic) -> BlockCyclic:
+    """Return the same division of a window with the least start, so that arrays begin at most a block before it."""
+    start = [first % (block * parts) for first, block, parts in zip(cyclic.start, cyclic.blocks, cyclic.process_grid)]
+    return replace(cyclic, start=(start[0], start[1]))
 
 
-def stored_in(tiled: BlockCyclic | Lines, tile: Tile) -> tuple[slice, slice]:
+def stored_in(tiled: BlockCyclic | Lines | Spread, tile: Tile) -> tuple[slice, slice]:
     """Return the rows and columns of a tile's array that contain the elements of the matrix.
 
     >>> stored_in(BlockCyclic((10, 6), (2, 3), (2, 2)).sub(4, 0, 3, 6), Tile(0, 1))

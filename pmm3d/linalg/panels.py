@@ -7,10 +7,10 @@ process that multiplies with it (`Spread`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import Array, NumpyLibrary, Workspace, lapack
 from ..layout import BlockCyclic, GridShape, Layout, Placement, Tiled, aligned, itemsize
-from ..layout.distribution import Cyclic, Distribution1D, Intervals, Tile
+from ..layout.distribution import Cyclic, Tile
 from ..product.blacs import plan_bytes
 from ..product.multiply import run_gemm
 from ..product.tiles import TileMove
@@ -36,68 +36,6 @@ class ByRows(BlockCyclic):
     """The transpose of a block-cyclic matrix, in the transposes of its arrays."""
 
     order = "C"
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A panel on all processes that multiply with it: each has its lines of the panel, in the places of its array.
-
-    matrix   the matrix that is multiplied into
-    of       dim of the process grid, and of the matrix, whose lines are those of the panel
-    dim      dim of the panel that these lines divide
-    width    size of the other dim of the panel, which is not divided
-    """
-
-    matrix: BlockCyclic
-    of: int
-    dim: int
-    width: int
-    exact = False
-
-    @property
-    def order(self) -> str:
-        return self.matrix.order
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        size = self.matrix.shape[self.of]
-        return (self.width, size) if self.dim else (size, self.width)
-
-    @property
-    def _lines(self) -> Cyclic:
-        return self.matrix.cols if self.of else self.matrix.rows
-
-    @cached_property
-    def rows(self) -> Distribution1D:
-        return Intervals((0, self.width)) if self.dim else self._lines
-
-    @cached_property
-    def cols(self) -> Distribution1D:
-        return self._lines if self.dim else Intervals((0, self.width))
-
-    def most(self) -> tuple[int, int, int]:
-        size = self._lines.spacing.most
-        return size * self.width, *((self.width, size) if self.dim else (size, self.width))
-
-    def tiles(self, rank: int) -> Sequence[Tile]:
-        parts = [tile[self.of] for tile in self.matrix.tiles(rank)]
-        return [Tile(0, part) if self.dim else Tile(part, 0) for part in parts]
-
-    def owners_of(self, tile: Tile) -> Sequence[int]:
-        part, others = tile[self.dim], range(self.matrix.process_grid[1 - self.of])
-        tiles = [Tile(other, part) if self.of else Tile(part, other) for other in others]
-        return tuple([self.matrix.owners_of(each)[0] for each in tiles])
-
-    def sender_for(self, tile: Tile, reader: int) -> int:
-        owners = self.owners_of(tile)
-        return reader if reader in owners else owners[0]
-
-    def local_shapes(self, rank: int) -> list[tuple[int, int]]:
-        sizes = [self._lines.extent(tile[self.of]) for tile in self.matrix.tiles(rank)]
-        return [(self.width, size) if self.dim else (size, self.width) for size in sizes]
-
-    def check_ranks(self, size: int) -> None:
-        self.matrix.check_ranks(size)
 
 
 def slabs(matrix: BlockCyclic, dim: int, width: int) -> BlockCyclic:

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays import Array, lapack
+from ..layout.foreign import Spread
 from ..product import Descriptor
 from ..product.multiply import run_gemm
-from .panels import Exchange, PanelPlan, Spread, View, on_diagonal_and_below, planned, replace_where
+from .panels import Exchange, PanelPlan, View, on_diagonal_and_below, planned, replace_where
 from .triangular import solved
 from .window import Operand, Window, checked, letter
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from ..arrays import Array, library_of
 from ..comm import Grid
-from ..layout import BlockCyclic, aligned, itemsize
+from ..layout import aligned, itemsize
+from ..layout.foreign import Spread, near_start
 from ..product.multiply import run_gemm
 from ..product.redistribution import planned
-from .panels import Spread
 from .triangle import add_in_triangle, diagonal_of, in_triangle, together
 from .window import Window
 
@@ -52,18 +51,12 @@ def stays(c: Window, depth: int) -> bool:
     return operations <= SMALL or (even and received <= MOST_RECEIVED * (moved + 3 * (operations / ranks) ** (2 / 3)))
 
 
-def _near_start(cyclic: BlockCyclic) -> BlockCyclic:
-    """Return the same division of a window with the least start, so that arrays begin at most a block before it."""
-    start = [first % (block * parts) for first, block, parts in zip(cyclic.start, cyclic.blocks, cyclic.process_grid)]
-    return replace(cyclic, start=(start[0], start[1]))
-
-
 @contextmanager
 def lines_of(c: Window, *factors: Factor) -> Iterator[list[Array]]:
     """As a context: arrays of the lines of factors that this rank's part of C needs, after op, but not conjugated.
     They are in work memory and may be changed. Empty on ranks without a part of C. Collective."""
     grid, library, dtype, rank = c.grid, c.library, c.dtype, c.grid.rank
-    near, needed = _near_start(c.cyclic), list[Spread]()
+    near, needed = near_start(c.cyclic), list[Spread]()
     for op, window, of in factors:
         dim = int((op == "N") == bool(of))
         needed.append(Spread(near, of, dim, window.shape[1 - dim]))
@@ -104,14 +97,6 @@ def add_in_place(
                 block = c.library.empty((len(j[strip]), after - before), c.dtype).T
                 multiply(left[crossed], right[:, strip], block, alpha, 0)
                 add_in_triangle(c.library, block, beta, view[crossed, strip], uplo, (i[crossed], j[strip]), hermitian)
-
-
-def product_in_place(alpha: complex, a: Factor, b: Factor, beta: complex, c: Window) -> None:
-    """C = alpha op(A) op(B) + beta C. Collective."""
-    with lines_of(c, a, b) as found:
-        for (view,), _, _ in together(c):
-            left, right = found
-            _multiply(c.grid, left, right, view, alpha, beta, conjugated=(a.op == "C", b.op == "C"))
 
 
 def multiply_in_place(side: str, uplo: str, op: str, diag: str, alpha: complex, a: Window, b: Window) -> None:

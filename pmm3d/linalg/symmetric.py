@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..arrays import Array
 from ..product import Descriptor
 from ..product.checks import scalar
-from .stationary import Factor, product_in_place, stays
 from .triangle import mirrored
 from .window import Matrix, Operand, Window, checked, gemm, letter
 
@@ -16,8 +15,6 @@ def symmetric_product(
     """C = alpha A B + beta C, or alpha B A + beta C with side "R". One triangle of A is read. Collective."""
     full = a if alpha == 0 else mirrored(a, uplo, hermitian)
     left, right = (full, b) if side == "L" else (b, full)
-    if alpha != 0 and stays(c, a.rows):
-        return product_in_place(alpha, Factor("N", left, 0), Factor("N", right, 1), beta, c)
     gemm("N", "N", alpha, left, right, beta, c)
 
 
@@ -68,7 +65,7 @@ def psymm(
     Notes
     -----
     Collective over the context. Each rank makes a copy of its part of A, with both triangles, and receives the mirror
-    image of what it stores. The product is as that of `ptrmm`, without zeros, or a `pgemm`.
+    image of what it stores. The product is a `pgemm`.
 
     Examples
     --------

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..arrays import Array
+from ..layout.foreign import Spread
 from ..product import Descriptor
 from ..product.checks import scalar
-from .panels import PanelPlan, Spread, View, below_diagonal, inverted, on_diagonal_and_below, planned
+from .panels import PanelPlan, View, below_diagonal, inverted, on_diagonal_and_below, planned
 from .window import Operand, Window, checked, letter
 
 

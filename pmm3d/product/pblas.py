@@ -14,7 +14,7 @@ from ..comm import leaves_in_order
 from ..errors import DTypeError, GridError, LayoutError
 from ..layout import BlockCyclic, GridShape, Placement, Tiled, aligned, itemsize, natural
 from ..layout.distribution import Cyclic
-from ..layout.foreign import Lines, stored_in
+from ..layout.foreign import Lines, Spread, near_start, stored_in
 from ..model.plan import native
 from .blacs import SMALL_BYTES, BlacsContext, Descriptor, check_descriptor, compared, plan_bytes
 from .checks import Options, array_signature, check_options, compared_dtype, named, scalar
@@ -26,9 +26,10 @@ from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
 SEGMENT = 16
-"""C stays if the largest part of k, which has a GEMM of its own, is at least this long, or is all of k."""
+"""Least length of the largest part of k that has a GEMM of its own, or all of k."""
 UNEVEN = 1.1
-"""Largest ratio of the GEMM of the largest part of C to that of a rank of the product's grid at which C stays."""
+"""Largest ratio, at which C stays, of the GEMM of the largest part of C to that of a rank of the product's grid, and of
+the elements that both receive."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
 
@@ -169,10 +170,13 @@ class Form(NamedTuple):
         return self.operations, sizes, parts, self.dtype
 
     @property
-    def lines(self) -> tuple[Lines, Lines]:
+    def lines(self) -> tuple[Lines, Lines] | tuple[Spread, Spread]:
         """A and B if C stays: each process has the rows of op(A) and the columns of op(B) that its part of C needs."""
-        by_rows, by_cols = self.operations[0] == "N", self.operations[1] == "N"
-        return Lines(self.parts[0], 0, 0 if by_rows else 1), Lines(self.parts[1], 1, 1 if by_cols else 0)
+        dims = 0 if self.operations[0] == "N" else 1, 1 if self.operations[1] == "N" else 0
+        if self.in_parts:
+            return Lines(self.parts[0], 0, dims[0]), Lines(self.parts[1], 1, dims[1])
+        c, k = near_start(self.parts[2]), self.sizes[2]
+        return Spread(c, 0, dims[0], k), Spread(c, 1, dims[1], k)
 
     @property
     def _divided(self) -> tuple[tuple[Cyclic, Cyclic], ...]:
@@ -181,22 +185,25 @@ class Form(NamedTuple):
         return tuple((part.rows, part.cols) if of == "N" else (part.cols, part.rows) for part, of in of_each)
 
     @property
-    def alike(self) -> bool:
-        """Whether m, n and k are each divided alike. Processes then receive whole arrays of other processes."""
+    def in_parts(self) -> bool:
+        """Whether processes receive whole arrays of others if C stays, and multiply each part of k by itself: m, n and
+        k are divided alike, and parts of k are not short."""
         (of_m, of_k), (k, of_n), (m, n) = self._divided
-        return of_m.alike(m) and of_n.alike(n) and of_k.alike(k)
+        alike = of_m.alike(m) and of_n.alike(n) and of_k.alike(k)
+        return alike and k.spacing.most >= min(self.sizes[2], SEGMENT)
 
     def keeps_c(self, shape: GridShape) -> bool:
         """Return whether each process multiplies its own part of C, and C is not moved.
 
-        `shape` is that of the grid to which A and B and from which C would be moved otherwise. C is kept if m, n and k
-        are divided alike, no process receives more elements than a rank of the grid that stored none of its elements,
-        and none has a much larger part of C. Products that are faster on fewer ranks, those of many short parts of k,
-        and those whose work memory is limited, use the grid.
+        `shape` is that of the grid to which A and B and from which C would be moved otherwise. C is kept if no process
+        receives many more elements than a rank of the grid that stored none of its elements, and none has a much larger
+        part of C. Products that are faster on fewer ranks, and those whose work memory is limited, use the grid.
         """
         (m, n, k), (x, y, z), (rows, cols) = self.sizes, shape[:3], self.parts[2].process_grid
         _, height, width = self.parts[2].most()
-        stored = [1 / size if of == "N" else size == 1 for of, size in zip(self.operations, (cols, rows))]
+        stored = [0.0, 0.0]
+        if self.in_parts:
+            stored = [1 / size if of == "N" else size == 1 for of, size in zip(self.operations, (cols, rows))]
         received = height * k * (1 - stored[0]) + k * width * (1 - stored[1])
         moved = (m * k + k * n + m * n) / shape.size
         of_m, of_n, of_k = -(-m // x), -(-n // z), -(-k // y)  # C is computed as its transpose
@@ -205,9 +212,7 @@ class Form(NamedTuple):
             self.max_workspace is None
             and shape.size >= rows * cols
             and height * width * k <= UNEVEN * of_m * of_n * of_k
-            and received <= moved + gathered
-            and self.alike
-            and self._divided[1][0].spacing.most >= min(k, SEGMENT)
+            and received <= UNEVEN * (moved + gathered)
         )
 
 
@@ -318,7 +323,7 @@ class PgemmPlan:
         (m, n, k), dtype = form.sizes, form.dtype
         self._multiplies = min(m, n, k) > 0
         shape = context._product_shape(form.grid_kind, (n, m, k), dtype)
-        self._lines: tuple[Lines, ...] = ()
+        self._lines: tuple[Lines | Spread, ...] = ()
         self._on_grid: list[Placement] = []
         if form.keeps_c(shape):
             self.grid, self._lines = self._base, form.lines
@@ -478,6 +483,8 @@ class PgemmPlan:
         """Arrays of the parts of A (`which` 0) or B (1). The array that the caller passed replaces its part, which is
         then not copied, if BLAS can read it while C is written."""
         part, there, arrays, rank = self._form.parts[which], self._lines[which], self._arrays[which], self._base.rank
+        if isinstance(there, Spread):
+            return arrays
         tiles, library = there.tiles(rank), self._library
         for own, array in zip(part.tiles(rank), given):
             here, wanted = stored_in(part, own), stored_in(there, own)

@@ -95,8 +95,11 @@ def planned(square, **how):
 
 @pytest.mark.parallel([1, 4], thorough=[2, 6, 8])
 @pytest.mark.deadline(180)
+@looped("stays", [False, True])
 @looped("dtype", DTYPES)
-def test_products_of_parts(comm, dtype):
+def test_products_of_parts(comm, dtype, stays, monkeypatch):
+    if stays:
+        monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape: True)
     random = np.random.default_rng(len(dtype) + 7)
     every = all_tests or comm.size == 1 or dtype == "float64"
     for number, context in enumerate(contexts(comm)):
@@ -116,7 +119,7 @@ def test_products_of_parts(comm, dtype):
 @pytest.mark.deadline(180)
 def test_products_whose_c_stays_where_it_is(comm, monkeypatch):
     """Parts of matrices, with gaps, by columns or by rows. If the first part of k has one index, BLAS takes any C."""
-    monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape: form.alike)
+    monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape: form.in_parts)
     random, own = np.random.default_rng(7), set()
     with_own = PgemmPlan._with_own
 
@@ -194,11 +197,15 @@ def test_c_moves_if_that_is_less_or_the_work_is_limited(comm):
         part = lambda rows, cols, *blocks: BlockCyclic((rows, cols), blocks, shape)
         m, n, k = sizes
         parts = part(m, k, block, block), part(k, n, block, cols), part(m, n, block, block)
-        return pblas.Form(("N", "N"), sizes, parts, "float64", "numpy", limit).keeps_c(GridShape(*grid))
+        form = pblas.Form(("N", "N"), sizes, parts, "float64", "numpy", limit)
+        return form.keeps_c(GridShape(*grid)) and ("in parts" if form.in_parts else "whole")
 
-    assert kept((2, 2), (640, 640, 640)) and not kept((2, 2), (640, 640, 640), limit=2**30)
-    assert not kept((2, 2), (640, 640, 640), cols=5)  # few elements are in one piece
-    assert kept((2, 2), (640, 640, 64)) and not kept((2, 2), (640, 640, 16), 4, cols=4)  # k in short parts
+    assert kept((2, 2), (640, 640, 640)) == "in parts" and not kept((2, 2), (640, 640, 640), limit=2**30)
+    assert kept((2, 2), (640, 640, 640), cols=5) == "whole"  # n is not divided alike
+    assert (
+        kept((2, 2), (640, 640, 64)) == "in parts" and kept((2, 2), (640, 640, 16), 4, cols=4) == "whole"
+    )  # short parts
+    assert kept((2, 4), (512, 512, 512), grid=(2, 2, 2)) == "whole"
     assert not kept((16, 1), (640, 640, 640), grid=(4, 1, 4))  # each process would receive all of B
     assert not kept((2, 2), (640, 640, 640), block=600, cols=600)  # one process would have most of C
     assert not kept((4, 4), (64, 64, 64000), grid=(1, 16, 1))  # sums of C are smaller than A and B
@@ -279,7 +286,7 @@ def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
 @looped("library", ["torch", "standin"])
 def test_arrays_of_other_libraries(comm, library, monkeypatch):
     for stays in (False, True):
-        monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape, stays=stays: stays and form.alike)
+        monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape, stays=stays: stays)
         with BlacsContext(comm, (isqrt(comm.size),) * 2) as context:
             at, blocks = (1, 1), (2, 2)
             a, b, c = (Part(context, np.random.default_rng(seed), 9, 9, "complex64", at, blocks) for seed in range(3))
