@@ -101,12 +101,11 @@ def pgemm(
 
     Notes
     -----
-    Collective over the context. If m, n and k are each divided alike in the two matrices that they belong to, each
-    process receives the rows of op(A) and the columns of op(B) that its part of C needs. Examples are matrices with the
-    same square blocks on a square process grid, all beginning on process (0, 0). Otherwise, if that is more than the
-    fastest grid of a 3D product moves, if C is divided unevenly, or with `max_workspace`, A and B are redistributed to
-    that grid and multiplied there, and C is sent back. Each rank receives, once, the elements that it needs and does
-    not store.
+    Collective over the context. Each process receives the rows of op(A) and the columns of op(B) that its part of C
+    needs. If that is more than the fastest grid of a 3D product moves, as with a long k, if C is divided unevenly, or
+    with `max_workspace`, A and B are redistributed to that grid and multiplied there, and C is sent back. Each rank
+    receives, once, the elements that it needs and does not store. If m, n and k are each divided alike in the two
+    matrices that they belong to, arrays by columns are not copied.
 
     The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
     All products use the same memory for the parts of A and B, and for C on a grid. The memory is as large as the
