@@ -3,8 +3,8 @@
     python -m pmm3d.launcher -n 2 benchmarks/level3.py cyclic --sizes 2048 4096 --strips 128 256 512
     python -m pmm3d.launcher -n 8 benchmarks/level3.py matrices --sizes 4096
 
-cyclic     psyrk, psyr2k, psymm and ptrmm on block-cyclic matrices, beside pgemm: with C in place, by strips of each
-           process, and in halves of the matrix down to a number of rows
+cyclic     psymm, psyrk, psyr2k and ptrmm on block-cyclic matrices, beside pgemm. The last three with C in place, by
+           strips of each process, and in halves of the matrix down to a number of rows
 matrices   syrk, syr2k, symm and trmm of distributed matrices, beside matmul
 
 All matrices are square. The calls of a round are measured in turns. The time is that of the slowest rank.
@@ -36,8 +36,7 @@ def cyclic(size: int, options: argparse.Namespace, context: BlacsContext) -> Cal
     a[...], b[...], c[...] = 1, 0, 3
     one, two, three = ((each, 1, 1, square) for each in (a, b, c))
     calls: Calls = {"pgemm": lambda: pgemm("N", "T", size, size, size, 1, *one, *two, 0, *three)}
-    psymm = lambda: linalg.psymm("L", "L", size, size, 1, *one, *two, 0, *three)
-    calls["psymm"] = in_strips(options.strips[0], psymm)
+    calls["psymm"] = lambda: linalg.psymm("L", "L", size, size, 1, *one, *two, 0, *three)
     for name, set_up in [(f"strips of {strip}", partial(in_strips, strip)) for strip in options.strips] + [
         (f"halves to {base}", partial(in_halves, base)) for base in options.bases
     ]:

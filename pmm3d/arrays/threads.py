@@ -32,8 +32,8 @@ WRITTEN, READ, LEAST_TILED = 256, 128, 2**10
 read array; and elements of an array that is copied without tiles. Tiles take half of the time of one assignment, and
 omatcopy of a BLAS takes longer."""
 ALIASED, LINE = 2**10, 64
-"""Rows that begin at multiples of this number of bytes use few lines of a cache, so that it cannot hold a tile of them;
-and bytes of a line."""
+"""Rows that begin at multiples of ALIASED bytes use few lines of a cache, so that it cannot hold a tile of them. A line
+has LINE bytes."""
 PREFIX = "pmm3d loop"
 
 
@@ -125,8 +125,8 @@ def in_tiles(source: Any, out: Any, work: Callable[[Any, Any], None], ordered: b
     """Call work(source, out) for the parts of two numpy arrays that `tiles` returns. If rows of the source use few
     lines of the cache, `work` gets a copy of its part.
 
-    ordered   whether `work` gets a copy in the order of `out`: with arrays of two orders, arithmetic of numpy takes
-              twice as long as this copy and the arithmetic
+    ordered   whether `work` gets a copy in the order of `out`: numpy adds arrays of different orders in twice the time
+              of the copy and the sum
 
         >>> out = np.ones((300, 300))
         >>> in_tiles(np.ones((300, 300)).T, out, lambda source, out: np.add(source, out, out=out), ordered=True)
@@ -186,7 +186,8 @@ def _unaliased(like: Any, axis: int) -> Any:
     bytes."""
     strides, extent = [0] * like.ndim, like.itemsize
     for each in sorted(range(like.ndim), key=lambda axis: abs(like.strides[axis])):
-        extent += LINE * (each == axis)
+        if each == axis:
+            extent += LINE if (extent + LINE) % ALIASED else 2 * LINE
         strides[each], extent = extent, extent * like.shape[each]
     return np.ndarray(like.shape, like.dtype, np.empty(extent, np.uint8), strides=strides)
 

@@ -39,8 +39,8 @@ class FileProductReport(NamedTuple):
         Tiles and panels: `rows`, `cols`, `depth`, `held` (bytes of a rank) and `read` (bytes of the panels of a whole
         run, on all ranks).
     bound : float
-        Least number of bytes that any algorithm reads with this memory, without lower terms: 2 m n k / sqrt(M) elements
-        for a memory of M elements on all ranks, and no fewer than A and B have.
+        Least number of bytes that any algorithm reads with this memory, without lower terms: max(2 m n k / sqrt(M), m k
+        + k n) elements, with a memory of M elements on all ranks.
     first : int
         Number of products of panels that an earlier run had done.
     read : int
@@ -83,8 +83,8 @@ def matmul_files(
         A .npy file, or an HDF5 file and the name of a data set, of 4 or more bytes for an element. All ranks read them.
         On a dry grid: (shape, dtype).
     c : str, Path or (str or Path, str)
-        The new file, another one than those of A and B. It has this name when it is complete. On a dry grid no file is
-        read or written, and `c` is not used.
+        The new file, another one than those of A and B. It has this name when it is complete, and contains nothing but
+        C. On a dry grid no file is read or written: `c`, `save_seconds` and `overwrite` have no effect.
     memory : int
         Bytes that a rank may hold for A, B, C and the work memory of a product. HDF5 needs memory of its own: a cache
         of 8 MiB for a data set with chunks, and a chunk if that is larger.
@@ -94,9 +94,9 @@ def matmul_files(
         Time between two saves of an incomplete tile of C, which need room for two tiles. Without room, the run goes on.
         A complete tile is always saved.
     overwrite : bool
-        Replace C, and forget an earlier run that was not finished.
+        Replace the whole file of C, also other data sets in it, and forget an earlier run that was not finished.
     progress : callable or None
-        progress(done, total, text), called on every rank after each product of panels.
+        progress(done, total, text), called on every rank after each product of panels: `done` of `total` are done.
 
     Returns
     -------
@@ -148,6 +148,8 @@ def matmul_files(
         with grid.collective_call(
             "matmul_files", _named(a), _named(b), _named(c), memory, transa, transb, save_seconds, overwrite
         ):
+            if not isinstance(overwrite, bool):
+                raise DataError(f"matmul_files: overwrite is True or False; got {overwrite!r}")
             run = _Run(grid, held, (a, b), c, memory, (transa, transb), save_seconds, overwrite)
         return run.finished(progress, begun)
 

@@ -16,6 +16,7 @@ from ..errors import DataError, DTypeError, LayoutError, needs
 from ..layout import LOW_PRECISION, Layout
 from ..product import DistMatrix
 from ..product.files import opened, write_npy_header
+from ..product.redistribution import checked_operation
 
 CANNOT_RESERVE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of file systems that cannot reserve room."""
@@ -72,9 +73,7 @@ class MatrixSource:
     """
 
     def __init__(self, grid: Grid, held: ExitStack, name: str, stored: Any, op: str):
-        if op not in ("N", "T", "C"):
-            raise LayoutError(f'matmul_files: trans{name} is "N", "T" or "C"; got {op!r}')
-        self.op, self.path, self._raw = op, None, None
+        self.op, self.path, self._raw = checked_operation("matmul_files", f"trans{name}", op), None, None
         self._file: Any = None
         self._by_columns = False
         if grid.dry_run is not None:

@@ -288,6 +288,9 @@ class Cyclic:
         return Spacing(most, most if blocks <= self.parts else self.size, self.block)
 
     def runs(self, part: int) -> Iterator[Run]:
+        if self.parts == 1:
+            yield from self.within(0, self.size)
+            return
         block = self.offset // self.block
         block += (part - self.first - block) % self.parts
         while block * self.block < self.offset + self.size:
@@ -296,7 +299,9 @@ class Cyclic:
 
     def within(self, low: int, high: int) -> Iterator[Run]:
         low, high = max(0, low), min(self.size, high)
-        if low < high:
+        if low < high and self.parts == 1:
+            yield Run(0, low, high, self.offset + low)
+        elif low < high:
             for block in range((low + self.offset) // self.block, (high - 1 + self.offset) // self.block + 1):
                 yield _clipped(self._run(block), low, high)
 
@@ -425,15 +430,16 @@ def in_common(mine: Distribution1D, part: int, others: Distribution1D) -> Shared
 1: [Strided(here=2, there=1, length=2, times=1, step_here=0, step_there=0)]}
     """
     by_part: Shared = {}
+    dealt, others_dealt = (isinstance(each, Cyclic) and each.parts > 1 for each in (mine, others))
     if isinstance(mine, Cyclic) and isinstance(others, Cyclic) and mine.alike(others):
         start = mine.before(part)
         if length := mine.extent(part) - start:
             by_part[part] = [Strided(start, others.before(part), length)]
-    elif isinstance(mine, Cyclic) and not isinstance(others, Cyclic):
+    elif isinstance(mine, Cyclic) and dealt and not others_dealt:
         for run in others.within(0, mine.size):
             if shared := mine.shared(part, run):
                 by_part.setdefault(run.part, []).extend(shared)
-    elif isinstance(others, Cyclic) and not isinstance(mine, Cyclic):
+    elif isinstance(others, Cyclic) and others_dealt and not dealt:
         for run in mine.runs(part):
             for number in range(others.parts):
                 if shared := others.shared(number, run):

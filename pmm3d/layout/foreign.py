@@ -159,7 +159,7 @@ class BlockCyclic:
         return f"{self.process_grid[0]} x {self.process_grid[1]}"
 
 
-class _OfProcessRows:
+class _Replicated:
     """A tiling whose tiles are the same on all processes of a process row, or of a process column, of a matrix."""
 
     matrix: BlockCyclic
@@ -181,7 +181,7 @@ class _OfProcessRows:
 
 
 @dataclass(frozen=True)
-class Lines(_OfProcessRows):
+class Lines(_Replicated):
     """A block-cyclic matrix of which each process stores whole rows or columns: an array for each part of the others.
 
     matrix   the block-cyclic matrix
@@ -225,7 +225,7 @@ class Lines(_OfProcessRows):
 
 
 @dataclass(frozen=True)
-class Spread(_OfProcessRows):
+class Spread(_Replicated):
     """A factor of a product on all processes that multiply with it: each has the lines of the factor that its part of
     the product needs, in the places of the product's array.
 
@@ -233,6 +233,8 @@ class Spread(_OfProcessRows):
     of       dim of the process grid, and of the product, whose lines are those of the factor
     dim      dim of the factor that these lines divide
     width    size of the other dim of the factor, which is not divided
+
+    `most` counts what is before the lines from the first round of blocks on, as in the arrays of a matrix `near_start`.
 
         >>> rows = Spread(BlockCyclic((10, 6), (2, 3), (2, 2)), 0, 0, 5)
         >>> rows.shape, rows.owners_of(Tile(1, 0)), rows.tiles(3), rows.local_shapes(3), rows.most()
@@ -284,8 +286,12 @@ class Spread(_OfProcessRows):
 
 
 def near_start(cyclic: BlockCyclic) -> BlockCyclic:
-    """Return the same division of a window with the least start, so that arrays begin at most a block before it."""
-    start = [first % (block * parts) for first, block, parts in zip(cyclic.start, cyclic.blocks, cyclic.process_grid)]
+    """Return the same division of a window with the least start. Arrays then begin at most a block before it. Along a
+    dim of one process, they begin with it."""
+    start = [
+        first % (block * parts) if parts > 1 else 0
+        for first, block, parts in zip(cyclic.start, cyclic.blocks, cyclic.process_grid)
+    ]
     return replace(cyclic, start=(start[0], start[1]))
 
 

@@ -28,7 +28,7 @@ def ppotrf(uplo: str, n: int, a: Array, ia: int, ja: int, desca: Descriptor) -> 
     Parameters
     ----------
     uplo : str
-        "L" or "U": the triangle of A that is read, and overwritten with L or U. The other one is neither.
+        "L" or "U": the triangle of A that is read, and overwritten with L or U. The other one is not accessed.
     n : int
         Number of rows and columns of A(ia:, ja:).
     a, ia, ja, desca
@@ -37,8 +37,8 @@ def ppotrf(uplo: str, n: int, a: Array, ia: int, ja: int, desca: Descriptor) -> 
     Returns
     -------
     int
-        0. If A is not positive definite, or its triangle contains NaN, the order of the first such leading minor; A is
-        then partly overwritten. The same on all ranks.
+        0; or the order of the first leading minor that is not positive or contains NaN. A is then partly overwritten.
+        The same on all ranks.
 
     Raises
     ------
@@ -48,9 +48,9 @@ def ppotrf(uplo: str, n: int, a: Array, ia: int, ja: int, desca: Descriptor) -> 
     Notes
     -----
     Collective over the context. For each panel of up to 256 columns, its diagonal block is sent to all ranks, each of
-    which factorises it. The rest of the panel is dealt over all ranks, solved, and sent to the processes whose part of
-    A it changes. Each rank receives about n^2 / 2 (1 / Pr + 1 / Pc + 1 / P) + 256 n elements on Pr x Pc processes
-    (P = Pr Pc). n^3 / 3 operations in all. The context caches the messages of a size.
+    which factorises it. The rest of the panel is dealt over the process grid, solved, and sent to the processes whose
+    part of A it changes. Each rank receives about n^2 / 2 (1 / Pr + 1 / Pc + 1 / P) + 256 n elements on Pr x Pc
+    processes (P = Pr Pc). n^3 / 3 operations in all. The context caches the messages of a size.
 
     Examples
     --------
@@ -152,7 +152,7 @@ def pposv(
     Returns
     -------
     int
-        As of `ppotrf`. If it is not 0, B is unchanged.
+        INFO of `ppotrf`. If it is not 0, B is unchanged.
 
     Raises
     ------
@@ -197,7 +197,8 @@ def solved_by_factor(factor: Window, uplo: str, b: Window) -> None:
 
 
 class CholeskyPlan(PanelPlan):
-    """A = L L^H, of the lower triangle of a view: right-looking, each panel changes the matrix right of it."""
+    """A = L L^H. Only the lower triangle of a view is accessed. Right-looking: each panel changes the matrix right of
+    it."""
 
     def __init__(self, view: View):
         super().__init__(view, view.shape[0])
@@ -227,14 +228,15 @@ class CholeskyPlan(PanelPlan):
 
     def _triangle(self, low: int, high: int) -> list[Update]:
         """Updates of the lower triangle low:high on this rank, by halves."""
-        if high - low > LEAF:
-            middle = low + max(1, (high - low) // LEAF // 2) * LEAF
-            below = Update(self.rows.within(middle, high), self.cols.within(low, middle), None)
-            return self._triangle(low, middle) + [below] + self._triangle(middle, high)
         rows, cols = self.rows.within(low, high), self.cols.within(low, high)
         i, j = self.rows.numbered(rows), self.cols.numbered(cols)
         if not len(i) or not len(j) or i[-1] < j[0]:
             return []
+        if high - low > LEAF:
+            middle = low + max(1, (high - low) // LEAF // 2) * LEAF
+            below = Update(self.rows.within(middle, high), self.cols.within(low, middle), None)
+            own = [below] if below.rows.start < below.rows.stop and below.cols.start < below.cols.stop else []
+            return self._triangle(low, middle) + own + self._triangle(middle, high)
         mask = None
         if i[0] < j[-1]:
             mask = self._masks.setdefault((low, high), i[:, None] >= j)
@@ -273,8 +275,6 @@ class CholeskyPlan(PanelPlan):
         gemm, work = self.library.gemm, self.grid.workspace
         for rows, cols, mask in updates:
             factors, here = (of_rows[rows], of_cols[:, cols]), a[rows, cols]
-            if 0 in here.shape:
-                continue
             if mask is None:
                 gemm(*factors, here, -1, 1, work)
             else:
@@ -298,7 +298,7 @@ class Step(NamedTuple):
     """A panel low:high of columns.
 
     deal     exchange of the diagonal block, and of the panel below it
-    spread   exchange of the panel after the solve. None in the last step, which has no panel
+    spread   exchange of the panel after the solve. None in the last step, which has nothing below the block
     """
 
     low: int

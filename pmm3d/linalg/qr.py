@@ -35,8 +35,8 @@ def cholesky_qr(a: DistMatrix, *, shifted: bool | str = "auto") -> tuple[DistMat
     a : DistMatrix, (m, n) with m >= n
         A, in any layout.
     shifted : bool or str
-        "auto" (default): a pass has a shift if A^H A has no Cholesky factor. True: the first pass has a shift. False:
-        no pass has one.
+        "auto" (default): a pass whose A^H A has no Cholesky factor is repeated with a shift. True: the first pass has a
+        shift. False: no pass has one.
 
     Returns
     -------
@@ -65,9 +65,10 @@ def cholesky_qr(a: DistMatrix, *, shifted: bool | str = "auto") -> tuple[DistMat
     operations, because G is computed in full, and with more about 2 m n^2. If |G|_F overflows or underflows, G is
     computed again of A times a power of 2.
 
-    With up to 1024 columns the rows of A are divided over all ranks, unless no rank has a part of a row. Then no row is
-    sent: each pass reduces and gathers the n x n elements of G, and each rank factorises G. With more columns, A is
-    moved to a block-cyclic layout, and G is factorised there, as by `ppotrf` and `ptrsm`.
+    With up to 1024 columns, an A whose columns are divided is moved, so that its rows are divided over all ranks. Any
+    other A stays where it is, also if few ranks have it. Then no row is sent: each pass reduces and gathers the n x n
+    elements of G, and each rank factorises G. With more columns, A is moved to a block-cyclic layout, and G is
+    factorised there, as by `ppotrf` and `ptrsm`.
 
     Sources: Y. Yamamoto et al., ETNA 44, 306 (2015); T. Fukaya et al., SIAM J. Sci. Comput. 42, A477 (2020).
 

@@ -48,7 +48,7 @@ def ptrsm(
     alpha : number
         Factor of B. If it is 0, neither A nor B is read.
     a, ia, ja, desca, b, ib, jb, descb
-        A and B, as in `pgemm`. They may be apart from each other in one matrix.
+        A and B, as in `pgemm`. They may be disjoint parts of one matrix.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def ptrsm(
     Notes
     -----
     Collective over the context. For each panel of up to 256 rows of X, the block of A on the diagonal is sent to all
-    ranks, and the rows of B are dealt over all ranks, solved by BLAS, and sent to the processes that subtract their
+    ranks, and the rows of B are dealt over the process grid, solved, and sent to the processes that subtract their
     product with A. On Pr x Pc processes (P = Pr Pc) each rank receives about m^2 / (2 Pr) + 256 m elements of A,
     m n / P of B, and m n / Pc of X (with "R": n^2 / (2 Pc) + 256 n, m n / P, and m n / Pr). m^2 n (or m n^2)
     operations in all. The context caches the messages of a size.
@@ -93,7 +93,7 @@ def ptrtri(uplo: str, diag: str, n: int, a: Array, ia: int, ja: int, desca: Desc
     Parameters
     ----------
     uplo : str
-        "L" or "U": the triangle of A that is read and overwritten. The other one is neither.
+        "L" or "U": the triangle of A that is read and overwritten. The other one is not accessed.
     diag : str
         "N", or "U": the diagonal of A is 1, and is neither read nor written.
     n : int

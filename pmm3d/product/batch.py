@@ -43,8 +43,8 @@ def matmul_batched(
     Parameters
     ----------
     products : sequence of (DistMatrix, DistMatrix)
-        The pairs. All matrices have one element type and one array library. Sizes and layouts may differ. An empty list
-        sends nothing, so all ranks must pass it.
+        The pairs. All matrices have one element type and one array library. Sizes and layouts may differ. If one rank
+        passes an empty list, all must: nothing is compared.
     out : sequence of DistMatrix or None
         C of each product; None for a new matrix, as of `matmul`. Default: new matrices.
     alpha, beta : number
@@ -63,6 +63,8 @@ def matmul_batched(
     DTypeError
         As `matmul`, such as for a factor that cannot scale the matrices. Also if two products differ in element type or
         array library, and for an `out` of a wider type than A and B.
+    Pmm3dError
+        If `products` is no list of pairs of DistMatrix.
     GridError, DisagreementError
         As `matmul`.
 

@@ -26,10 +26,10 @@ from .tiles import TileMove, checked_arrays
 
 DTYPES = "float32", "float64", "complex64", "complex128"
 SEGMENT = 16
-"""Least length of the largest part of k that has a GEMM of its own, or all of k."""
+"""Least length of the largest part of k, if each part has a GEMM of its own. A shorter k must be one part."""
 UNEVEN = 1.1
-"""Largest ratio, at which C stays, of the GEMM of the largest part of C to that of a rank of the product's grid, and of
-the elements that both receive."""
+"""Largest ratio at which C stays. It limits the operations of the process with the largest part of C, beside those of a
+rank of the product's grid, and the elements that a process receives, beside those that such a rank receives."""
 OPERATIONS: dict[str, Callable[[DistMatrix], DistMatrix]] = {
     "N": lambda matrix: matrix, "T": lambda matrix: matrix.T, "C": lambda matrix: matrix.H}  # fmt: skip
 
@@ -104,8 +104,7 @@ def pgemm(
     Collective over the context. Each process receives the rows of op(A) and the columns of op(B) that its part of C
     needs. If that is more than the fastest grid of a 3D product moves, as with a long k, if C is divided unevenly, or
     with `max_workspace`, A and B are redistributed to that grid and multiplied there, and C is sent back. Each rank
-    receives, once, the elements that it needs and does not store. If m, n and k are each divided alike in the two
-    matrices that they belong to, arrays by columns are not copied.
+    receives, once, the elements that it needs and does not store.
 
     The context caches the plans of the last 1024 different products, or of fewer if their tables need 64 MiB on a rank.
     All products use the same memory for the parts of A and B, and for C on a grid. The memory is as large as the
@@ -185,8 +184,8 @@ class Form(NamedTuple):
 
     @property
     def in_parts(self) -> bool:
-        """Whether processes receive whole arrays of others if C stays, and multiply each part of k by itself: m, n and
-        k are divided alike, and parts of k are not short."""
+        """Whether processes receive whole arrays of others if C stays, with a GEMM for each part of k: m, n and k are
+        divided alike, and parts of k are not short."""
         (of_m, of_k), (k, of_n), (m, n) = self._divided
         alike = of_m.alike(m) and of_n.alike(n) and of_k.alike(k)
         return alike and k.spacing.most >= min(self.sizes[2], SEGMENT)
@@ -200,10 +199,11 @@ class Form(NamedTuple):
         """
         (m, n, k), (x, y, z), (rows, cols) = self.sizes, shape[:3], self.parts[2].process_grid
         _, height, width = self.parts[2].most()
-        stored = [0.0, 0.0]
         if self.in_parts:
             stored = [1 / size if of == "N" else size == 1 for of, size in zip(self.operations, (cols, rows))]
-        received = height * k * (1 - stored[0]) + k * width * (1 - stored[1])
+            received = height * k * (1 - stored[0]) + k * width * (1 - stored[1])
+        else:
+            received = sum(lines.most()[0] for lines in self.lines)
         moved = (m * k + k * n + m * n) / shape.size
         of_m, of_n, of_k = -(-m // x), -(-n // z), -(-k // y)  # C is computed as its transpose
         gathered = of_m * of_k * (1 - 1 / z) + of_k * of_n * (1 - 1 / x) + of_m * of_n * (1 - 1 / y)
@@ -347,7 +347,10 @@ class PgemmPlan:
         dtype, grid = self._form.dtype, self.grid
         if self._needs_memory:
             sizes = [aligned(there.most()[0] * itemsize(dtype)) for there in self._there]  # the same on all ranks
-            sizes += [aligned(1) * max(self._form.parts[0].process_grid)] * len(self._lines)  # an array for each part
+            if self._form.in_parts:
+                sizes += [aligned(1) * max(self._form.parts[0].process_grid)] * len(
+                    self._lines
+                )  # an array for each part
             self._unbind()
             self._memory = self._context._work_memory(sum(sizes), self._active, self._library)
             slab, rank = Slab(self._memory, self._library), self._base.rank

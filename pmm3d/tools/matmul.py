@@ -29,7 +29,7 @@ def matmul_command(
     grid: Annotated[str, typer.Option(help="GxxGyxGz. auto: y = 1, and x and z as equal as possible.")] = "auto",
     save_seconds: Annotated[int, size(0, "Time between two saves of an incomplete tile of C.")] = 600,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace C, and forget a run that was not finished.")
+        bool, typer.Option("--overwrite", help="Replace the whole file of C, and forget a run that was not finished.")
     ] = False,
 ) -> None:
     """C = op(A) op(B) of matrices in files, which need not fit in memory.

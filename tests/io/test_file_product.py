@@ -221,6 +221,7 @@ def test_wrong_arguments_are_refused_on_all_ranks(comm, shared_path):
             (MemoryLimitError, (a, b, c), {"memory": 10}),
             (MemoryLimitError, (a, b, c), {"memory": "much"}),
             (DataError, (a, b, c), {"save_seconds": float("nan")}),
+            (DataError, (a, b, c), {"overwrite": "no"}),
             (DataError, (a, b, 3), {}),
             (DataError, (a, b, a), {"overwrite": True}),
             (DataError, (a, b, (b[0], "c")), {"overwrite": True}),

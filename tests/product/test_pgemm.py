@@ -120,6 +120,7 @@ def test_products_of_parts(comm, dtype, stays, monkeypatch):
 def test_products_whose_c_stays_where_it_is(comm, monkeypatch):
     """Parts of matrices, with gaps, by columns or by rows. If the first part of k has one index, BLAS takes any C."""
     monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape: form.in_parts)
+    monkeypatch.setattr(pblas, "SEGMENT", 1)
     random, own = np.random.default_rng(7), set()
     with_own = PgemmPlan._with_own
 
@@ -210,6 +211,13 @@ def test_c_moves_if_that_is_less_or_the_work_is_limited(comm):
     assert not kept((2, 2), (640, 640, 640), block=600, cols=600)  # one process would have most of C
     assert not kept((4, 4), (64, 64, 64000), grid=(1, 16, 1))  # sums of C are smaller than A and B
     assert not kept((2, 2), (64, 64, 64), grid=(1, 1, 1))  # one rank is faster
+    part = BlockCyclic((40000, 4096), (40000, 64), (1, 2))
+    window = part.sub(38500, 0, 1500, 4096)
+    parts = BlockCyclic((1500, 256), (64, 64), (1, 2)), BlockCyclic((256, 4096), (64, 64), (1, 2)), window
+    form = pblas.Form(("N", "N"), (1500, 4096, 256), parts, "float64", "numpy", None)
+    assert form.keeps_c(GridShape(1, 1, 2)) and form.lines[0].most()[0] == 1500 * 256  # not 40000 * 256
+    far = BlockCyclic((40000, 4096), (20000, 64), (2, 1)).sub(19000, 0, 1500, 4096)  # memory for 20000 rows
+    assert not form._replace(parts=(*parts[:2], far)).keeps_c(GridShape(1, 1, 2))
 
 
 @pytest.mark.parallel([4], thorough=[1, 2, 6, 8])
@@ -287,7 +295,7 @@ def test_a_matrix_with_itself_and_into_another_part_of_it(comm):
 def test_arrays_of_other_libraries(comm, library, monkeypatch):
     for stays in (False, True):
         monkeypatch.setattr(pblas.Form, "keeps_c", lambda form, shape, stays=stays: stays)
-        with BlacsContext(comm, (isqrt(comm.size),) * 2) as context:
+        with BlacsContext(comm, (1, comm.size)) as context:  # C stays, and the parts of k are short
             at, blocks = (1, 1), (2, 2)
             a, b, c = (Part(context, np.random.default_rng(seed), 9, 9, "complex64", at, blocks) for seed in range(3))
             a.local, b.local, c.local = (to_library(part.local.T, library).T for part in (a, b, c))

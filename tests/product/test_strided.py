@@ -83,12 +83,18 @@ def test_transposed_blocks(orders, length):
         assert (target == wanted).all()
 
 
-@looped("shape", [(WRITTEN + 3, WRITTEN + 70), (ALIASED // 8, ALIASED // 8), (33, 40), (1, 500)])
+@looped(
+    "shape",
+    [(WRITTEN + 3, WRITTEN + 70), (2 * WRITTEN, 2 * WRITTEN), (2 * WRITTEN, ALIASED // 8 - 8), (33, 40), (1, 500)],
+)
 @looped("orders", ["CF", "FC"])
 def test_transposed_pieces(shape, orders):
     source, target = lying(integers(shape), orders[0]), lying(np.zeros(shape), orders[1])
-    copy_strided(library_named("numpy"), source, target, [Strided(0, 0, shape[0])], [Strided(0, 0, shape[1])])
+    everything = [Strided(0, 0, shape[0])], [Strided(0, 0, shape[1])]
+    copy_strided(library_named("numpy"), source, target, *everything)
     assert (target == source).all()
+    copy_strided(library_named("numpy"), source, target, *everything, 2)
+    assert (target == 3 * source).all()
 
 
 @looped("library, dtype", [("numpy", "float16"), ("torch", "float16"), ("torch", "bfloat16")])

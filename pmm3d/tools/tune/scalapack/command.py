@@ -55,7 +55,7 @@ def scalapack_command(
         scalapack, shapes = Scalapack(library), products(comm.size)
         with progress("tune scalapack", comm.rank == 0, len(shapes) + 2 * len(ROUTINES)) as tell:
             timed = measure(comm, scalapack, shapes, block or 64, tell)
-            below = comm.bcast(choice(timed, comm.size))
+            below = choice(timed, comm.size)  # the times are the same on all ranks
             of_routines = measure_routines(comm, scalapack, below, block or 64, tell)
         if comm.rank == 0:
             print_timed([*timed, *of_routines], console(sys.stdout))

@@ -85,14 +85,15 @@ class Matrix(NamedTuple):
 
 
 class Call:
-    """A routine on square matrices, in both libraries."""
+    """A routine on square matrices, in both libraries. p?gemr2d moves a matrix to blocks of twice the size."""
 
     def __init__(self, name: str, size: int, block: int, scalapack: Scalapack, ours: BlacsContext, theirs: Blacs):
         kind = ROUTINES[name]
         self._matrices, for_us, for_them = list[Matrix](), list[Any](), list[Any]()
         for word in kind.form.split():
             if word.isupper():
-                each = Matrix.made(ours, theirs, size, block, kind.dtype)
+                of_each = 2 * block if name == "gemr2d" and word == "B" else block
+                each = Matrix.made(ours, theirs, size, of_each, kind.dtype)
                 self._matrices.append(each)
                 for_us += [each.array, 1, 1, each.ours]
                 for_them.append((each.array, 1, 1, each.theirs))
