@@ -93,11 +93,12 @@ def medians(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def computed_by(program: str, case: str, ranks: int, folder: str, **settings: str) -> str:
-    """Number of calls that pmm3d and ScaLAPACK compute in the first round."""
+    """Number of calls that pmm3d and ScaLAPACK compute in the first round, of routines that are switched on."""
     log = Path(folder) / "log"
     log.unlink(missing_ok=True)
     run(program, case, ranks, True, 0, PMM3D_EMBED_LOG=str(log), **settings)
-    lines = re.findall(r"^rank 0 summary: (\w+) computed (\d+) calls", log.read_text(), re.M)
+    summary = r"^rank 0 summary: (\w+) computed (\d+) calls(?!.*not switched on)"
+    lines = re.findall(summary, log.read_text(), re.M)
     return ", ".join(f"{by} {calls}" for by, calls in lines if int(calls))
 
 

@@ -213,7 +213,9 @@ static int bad(const char *which) {
         else if (strstr(which, "null")) code = pmm3d_begin(other_plan, NULL);
         else if (strstr(which, "matrix") || strstr(which, "form")) {
             code = pmm3d_wait(&request);
-            int wrong = strstr(which, "form") ? m[0] : 97; /* in the layout of A */
+            static double whole[N * N];
+            int wrong = 97;
+            if (strstr(which, "form") && pmm3d_matrix(grid, 'd', N, N, "/", 'C', whole, &wrong)) return -1;
             if (!code) code = pmm3d_run_matmul(plan, &one, m[0], wrong, &zero, m[2]);
         }
         else code = pmm3d_wait(NULL);
