@@ -265,6 +265,29 @@ def test_a_size_that_repeats_is_planned_once(grid, narrow):
         assert grid.ledger.total().received - before < 8 * 3 * 12 * 12
 
 
+@pytest.mark.parallel([4])
+def test_a_rank_receives_no_more_than_the_docstrings_say(grid, comm, monkeypatch):
+    """Elements, with panels of 16 instead of 256 columns. A rank does not receive what it stores."""
+    monkeypatch.setattr(panels, "PANEL", 16)
+    n = 256
+    with BlacsContext(grid, (2, 2)) as context:
+        square = context.descriptor(n, n, 8, 8)
+        a, b = (held(square.cyclic, grid.rank, whole)[0] for whole in (2 * np.eye(n), np.ones((n, n))))
+        factorised = n**2 / 2 * (1 / 2 + 1 / 2 + 1 / 4) + 16 * n
+        for call, stated in (
+            (lambda: ppotrf("L", n, a, 1, 1, square), factorised),
+            (lambda: ptrtri("L", "N", n, a, 1, 1, square), factorised),
+            (
+                lambda: ptrsm("L", "L", "N", "N", n, n, 1, a, 1, 1, square, b, 1, 1, square),
+                n**2 / 4 + 16 * n + n**2 / 4 + n**2 / 2,
+            ),
+        ):
+            grid.ledger.reset()
+            call()
+            received = max(comm.allgather(grid.ledger.total().received)) / 8
+            assert 0.4 * stated < received <= stated
+
+
 @pytest.mark.parallel([2])
 def test_residuals_of_ill_conditioned_matrices_are_those_of_lapack(grid, narrow):
     """|A X - B| / (|A| |X| n eps), of which ScaLAPACK's tests allow 30, for conditions of 1e9 and more."""
