@@ -63,7 +63,7 @@ SPACE := $(EMPTY) $(EMPTY)
 PIP := $(VENV)/bin/python -m pip
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions lines test-nightly test-unit test-mpi test-torch test-few-torch test-slurm test-embed \
+.PHONY: help setup site-launcher run test test-all test-other-mpi test-versions lines test-nightly test-unit test-mpi test-torch test-few-torch test-slurm test-embed test-coverage \
   durations coverage lint embed embed-compiler install system-packages bench gpu-check docs dist clean distclean
 
 run: setup site-launcher ## default: verify a product on 8 ranks, then train on digits
@@ -141,6 +141,13 @@ durations: setup site-launcher ## run the tests, write their times to tests/dura
 	-$(ON_TORCH) --ranks 2,4 $(FEW_ON_TORCH) --record-durations=build/few-torch.json
 	PYTHONPATH=tests/mpi_runner/src $(VENV)/bin/python -m mpi_runner.durations $(DURATIONS) > build/durations.md
 	mv build/durations.md tests/durations.md
+
+test-coverage: setup # tests without ranks: at least this percentage of the lines of pmm3d is executed; a part of CI
+	@rm -f .coverage .coverage.*
+	$(COVERAGE) run -m pytest -o cache_dir=.pytest_cache/unit -q $(IN_WORKERS) $(ARGS)
+	@$(COVERAGE) combine -q
+	@echo "coverage of the tests without ranks: $$($(COVERAGE) report --format=total)% of the lines of pmm3d"
+	@$(COVERAGE) report --fail-under=85 >/dev/null
 
 coverage: setup site-launcher ## run the tests, print the lines that no test executes
 	rm -f .coverage .coverage.*

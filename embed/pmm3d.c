@@ -388,6 +388,11 @@ OPERATION(matmul, MATMUL, transa, transb, ADDRESS(alpha), a, b, ADDRESS(beta), c
 #define REDISTRIBUTE int source, int target
 OPERATION(redistribute, REDISTRIBUTE, source, target)
 
+int pmm3d_cholesky_qr(int a, int q, int r) {
+    int64_t results[4];
+    return CALL("cholesky_qr", results, a, q, r);
+}
+
 #define FROM_BLOCKS const void *block, const int64_t box[4], char order, int matrix
 OPERATION(from_blocks, FROM_BLOCKS, ADDRESS(block), ADDRESS(box), order, matrix, OF_BLOCK, BASE)
 

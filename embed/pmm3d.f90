@@ -22,7 +22,8 @@ module pmm3d
     public :: pmm3d_start, pmm3d_finalize, pmm3d_last_error, pmm3d_error_everywhere, pmm3d_grid, pmm3d_grid_for, &
               pmm3d_grid_shape, pmm3d_context, pmm3d_context_trim, pmm3d_max_workspace, pmm3d_library, pmm3d_box, &
               pmm3d_matrix, pmm3d_free, pmm3d_run, pmm3d_run_matmul, pmm3d_run_pgemm, pmm3d_begin, pmm3d_wait, &
-              pmm3d_matmul, pmm3d_redistribute, pmm3d_from_block_cyclic, pmm3d_to_block_cyclic, pmm3d_from_blocks, &
+              pmm3d_matmul, pmm3d_redistribute, pmm3d_cholesky_qr, pmm3d_from_block_cyclic, &
+              pmm3d_to_block_cyclic, pmm3d_from_blocks, &
               pmm3d_to_blocks, pmm3d_plan_matmul, pmm3d_plan_redistribute, pmm3d_plan_from_block_cyclic, &
               pmm3d_plan_to_block_cyclic, pmm3d_plan_from_blocks, pmm3d_plan_to_blocks
     public :: pmm3d_pgemm, pmm3d_pgemr2d, pmm3d_ptran, pmm3d_ptranu, pmm3d_ptranc, pmm3d_pgeadd, pmm3d_psyrk, &
@@ -287,6 +288,11 @@ contains
     integer function pmm3d_redistribute(source, target) result(code)
         integer, intent(in) :: source, target
         code = called("redistribute", [integer(w) :: source, target, at_once])
+    end function
+
+    integer function pmm3d_cholesky_qr(a, q, r) result(code)
+        integer, intent(in) :: a, q, r
+        code = called("cholesky_qr", [integer(w) :: a, q, r])
     end function
 
     integer function pmm3d_plan_redistribute(source, target, plan) result(code)

@@ -149,6 +149,11 @@ int pmm3d_library(int object, const char *library);
    order. Collective over the source's grid. */
 int pmm3d_redistribute(int source, int target);
 
+/* A = Q R of an m x n matrix with m >= n, by CholeskyQR2, with shifted passes for an ill-conditioned A. Q, m x n, may be
+   A. R, n x n, has zeros below its diagonal. Any layouts on grids of the same ranks. PMM3D_ERROR_ARGUMENT, also if the
+   columns of A are linearly dependent to rounding; Q and R are then unchanged. Collective over the grid of A. */
+int pmm3d_cholesky_qr(int a, int q, int r);
+
 /* Make a process grid of the first rows x columns ranks of comm, as a BLACS context. They are numbered by rows (order
    'R', the default of BLACS) or by columns ('C'). All other ranks of comm make the same calls. comm is duplicated.
    Collective over comm. Keep a context for the whole run: it caches the plans of products. */

@@ -17,6 +17,7 @@ from ..arrays.numpy_library import ADDRESSED
 from ..comm import CallersCall, Grid, gather_small
 from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError, OutOfMemoryError, Pmm3dError
 from ..layout import Blocks, itemsize
+from ..linalg import cholesky_qr
 from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul
 from .arguments import (
     NO_INTEGER,
@@ -289,6 +290,20 @@ class Host:
             origin, out = self._object(source, DistMatrix), self._object(target, DistMatrix)
         between = Between(origin, out)
         return self._run_or_hold(plan, origin.grid, HeldPlan("redistribute", between, between.close))
+
+    def cholesky_qr(self, a: int, q: int, r: int) -> None:
+        """A = Q R. Collective."""
+        with refused_by_all(self._grid_of(a), "cholesky_qr"):
+            matrix, *targets = (self._object(number, DistMatrix) for number in (a, q, r))
+            rows, cols = matrix.shape
+            if [target.shape for target in targets] != [(rows, cols), (cols, cols)] or q == r:
+                raise LayoutError(
+                    f"cholesky_qr: of a matrix with {rows} rows and {cols} columns, Q is {rows} x {cols}, and R is "
+                    f"another matrix, {cols} x {cols}"
+                )
+        for factor, target in zip(cholesky_qr(matrix), targets):
+            between = Between(factor, target)
+            self._run_or_hold(AT_ONCE, matrix.grid, HeldPlan("cholesky_qr", between, between.close))
 
     def context(self, comm: int, rows: int, columns: int, order: int, out: int, lasting: int) -> tuple[int]:
         """Collective. lasting: 1 for a context that only MPI_Finalize frees."""
