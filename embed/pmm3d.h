@@ -150,8 +150,9 @@ int pmm3d_library(int object, const char *library);
 int pmm3d_redistribute(int source, int target);
 
 /* A = Q R of an m x n matrix with m >= n, by CholeskyQR2, with shifted passes for an ill-conditioned A. Q, m x n, may be
-   A. R, n x n, has zeros below its diagonal. Any layouts on grids of the same ranks. PMM3D_ERROR_ARGUMENT, also if the
-   columns of A are linearly dependent to rounding; Q and R are then unchanged. Collective over the grid of A. */
+   A. R, n x n, shares no elements with them, and has zeros below its diagonal. Any layouts on grids of the same ranks.
+   PMM3D_ERROR_ARGUMENT, also if the columns of A are linearly dependent to rounding; Q and R are then unchanged.
+   Collective over the grid of A. */
 int pmm3d_cholesky_qr(int a, int q, int r);
 
 /* Make a process grid of the first rows x columns ranks of comm, as a BLACS context. They are numbered by rows (order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from itertools import count
@@ -19,6 +19,7 @@ from ..errors import DisagreementError, GridError, LayoutError, MemoryLimitError
 from ..layout import Blocks, itemsize
 from ..linalg import cholesky_qr
 from ..product import BlacsContext, DistMatrix, MatmulPlan, Redistribution, matmul
+from ..product.checks import check_out
 from .arguments import (
     NO_INTEGER,
     array_at,
@@ -296,14 +297,19 @@ class Host:
         with refused_by_all(self._grid_of(a), "cholesky_qr"):
             matrix, *targets = (self._object(number, DistMatrix) for number in (a, q, r))
             rows, cols = matrix.shape
-            if [target.shape for target in targets] != [(rows, cols), (cols, cols)] or q == r:
+            if [target.shape for target in targets] != [(rows, cols), (cols, cols)]:
                 raise LayoutError(
                     f"cholesky_qr: of a matrix with {rows} rows and {cols} columns, Q is {rows} x {cols}, and R is "
-                    f"another matrix, {cols} x {cols}"
+                    f"{cols} x {cols}"
                 )
-        for factor, target in zip(cholesky_qr(matrix), targets):
-            between = Between(factor, target)
-            self._run_or_hold(AT_ONCE, matrix.grid, HeldPlan("cholesky_qr", between, between.close))
+            check_out("cholesky_qr", targets[1], matrix, targets[0], name="R")
+        with ExitStack() as held:  # both targets are checked before one is written
+            moves = list[Between]()
+            for factor, target in zip(cholesky_qr(matrix), targets):
+                moves.append(Between(factor, target))
+                held.callback(moves[-1].close)
+            for move in moves:
+                move()
 
     def context(self, comm: int, rows: int, columns: int, order: int, out: int, lasting: int) -> tuple[int]:
         """Collective. lasting: 1 for a context that only MPI_Finalize frees."""

@@ -48,8 +48,15 @@ int main(int argc, char **argv) {
     }
     int dependent = matrix(M, N, "A", of_dependent, one_column);
     double before = of_r[0];
-    int code = pmm3d_cholesky_qr(dependent, q, r), wide = pmm3d_cholesky_qr(r, q, r), same = pmm3d_cholesky_qr(a, r, r);
-    printf("%d refused %d %d %d %d\n", rank, code, wide, same, of_r[0] == before);
+    int code = pmm3d_cholesky_qr(dependent, q, r), wrong = pmm3d_cholesky_qr(a, q, q);
+    int same = pmm3d_cholesky_qr(gram, r, r), over = pmm3d_cholesky_qr(r, gram, r); /* R in Q, and in A */
+    int kept = of_r[0] == before, single = 0, of_another_type = -1;
+    static float narrow[N * N], shard;
+    shard = of_q[0];
+    pmm3d_matrix(grid, 's', N, N, "/", 'C', narrow, &single);
+    of_another_type = pmm3d_cholesky_qr(a, q, single);
+    kept &= (float)of_q[0] == shard; /* Q is not written if R cannot be */
+    printf("%d refused %d %d %d %d %d kept %d\n", rank, code, wrong, same, over, of_another_type, kept);
     pmm3d_finalize();
     MPI_Finalize();
     return 0;

@@ -1,1 +1,1 @@
-"""The comparison of pgemm with ScaLAPACK's p?gemm, for `pmm3d tune scalapack`."""
+"""The comparison of the routines of the drop-in with ScaLAPACK's, for `pmm3d tune scalapack`."""
